@@ -44,13 +44,13 @@ def remove_placement_group(group: PlacementGroup) -> None:
     from ray.util.placement_group import placement_group_table
     from ray.util.placement_group import remove_placement_group as remove
 
-    from .node import NAMESPACE
+    from .node import NAMESPACE, actor_name
 
     nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
     remove(group)
     for node_id in nodes:
         try:
-            ray.get_actor(f"aquifer-node-{node_id}", namespace=NAMESPACE).forget.remote(group.id.hex())
+            ray.get_actor(actor_name(node_id), namespace=NAMESPACE).forget.remote(group.id.hex())
         except ValueError:
             # The node has no actor, or is not alive.
             pass

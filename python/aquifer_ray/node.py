@@ -92,7 +92,7 @@ class Node:
     async def place(self, size: int, resource: str, wait: float, priority: int, since: float) -> Ticket:
         """Waits in turn for `size` bytes of one memory, and promises them. `since` is the time at which the caller first
         asked, by the clock of the node. LeaseRefused, NoMemory."""
-        among = [number for number, memory in enumerate(self.memories) if memory.resource == resource]
+        among = self._among(resource)
         (ticket,) = await self._wait(Request([size], among, priority, since), wait, HOLD)
         return ticket
 
@@ -101,7 +101,7 @@ class Node:
     ) -> Ticket:
         """As place(), for a part of a group, whose parts on this node get memories of their own. The first part that asks
         waits for all of them. A part that asks again, as after a restart, gets `size` bytes of the memory that it had."""
-        among = [number for number, memory in enumerate(self.memories) if memory.resource == resource]
+        among = self._among(resource)
         if group in self.groups:
             ticket = (await asyncio.shield(self.groups[group]))[part]
             if self._promised(ticket):
@@ -135,6 +135,9 @@ class Node:
         placed = self.groups.get(group)
         if placed is not None and placed.done():
             del self.groups[group]
+
+    def _among(self, resource: str) -> list[int]:
+        return [number for number, memory in enumerate(self.memories) if memory.resource == resource]
 
     def _promised(self, ticket: Ticket) -> bool:
         self._expire()
@@ -225,6 +228,11 @@ class Node:
         return ticket
 
 
+def actor_name(node_id: str) -> str:
+    """Returns the name of a node's actor in NAMESPACE."""
+    return f"aquifer-node-{node_id}"
+
+
 def node_actor(
     node_id: str | None = None, memories: list[Memory] | None = None, policy: str = "most_free"
 ) -> ray.actor.ActorHandle[Node]:
@@ -233,7 +241,7 @@ def node_actor(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     node_id = node_id or ray.get_runtime_context().get_node_id()
-    name = f"aquifer-node-{node_id}"
+    name = actor_name(node_id)
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:

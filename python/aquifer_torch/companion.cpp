@@ -171,8 +171,8 @@ class History {
    public:
     // Whether there is a record or a tracker.
     bool watches() const { return watching.load(std::memory_order_relaxed); }
-    // Whether it has the stack of a live block, also of a record that has ended.
-    bool remembers() const { return remembering.load(std::memory_order_relaxed); }
+    // Whether it has to be told of frees: for entries, or since it has the stack of a live block, also of a record that has ended.
+    bool follows_frees() const { return watches() || remembering.load(std::memory_order_relaxed); }
     bool records() const { return recording.load(std::memory_order_relaxed); }
 
     void set(bool enabled, CreateContextFn recorder, size_t most, RecordContext when, bool clear,
@@ -436,7 +436,7 @@ C10_NOINLINE void tell_of_free(void* memory) {
         const DeviceIndex device = current_device();
         size_t size = 0;
         aq.aq_torch_base_alloc(memory, &size);
-        if (history().watches() || history().remembers()) history().freed(memory, size, device);
+        if (history().follows_frees()) history().freed(memory, size, device);
         tell_tools(memory, size, device, false);
     } catch (const std::exception& thrown) {
         std::fprintf(stderr, "aquifer: a free was not recorded: %s\n", thrown.what());
@@ -444,8 +444,7 @@ C10_NOINLINE void tell_of_free(void* memory) {
 }
 
 bool frees_are_told() {
-    return history().watches() || history().remembers() || c10::memoryProfilingEnabled() ||
-        c10::impl::GPUTrace::get_trace() != nullptr;
+    return history().follows_frees() || c10::memoryProfilingEnabled() || c10::impl::GPUTrace::get_trace() != nullptr;
 }
 
 // Memory of the driver itself, while torch.cuda.caching_allocator_enable(False) is set. It is outside of the limit.

@@ -13,6 +13,7 @@ use crate::{
     status::{Failure, Status, aq_status},
     thread_state,
 };
+use aquifer::Runtime;
 use aquifer_ledger::{ClaimRefused, Ledger, LedgerError, Member, Share, folder_of_environment};
 use serde_json::{Value, json};
 use std::{
@@ -371,17 +372,9 @@ pub unsafe extern "C" fn aq_ledger_of_device(
     name: *mut *mut c_char,
     capacity: *mut u64,
 ) -> aq_status {
-    enter(|| {
-        require(name, "name")?;
-        let (found, bytes) = thread_state::with(runtime, |shared| {
-            Ok(shared.runtime.ledger_of_device(device as usize)?)
-        })?;
-        // SAFETY: 1. 2. Guaranteed by the caller.
-        unsafe {
-            write_out_if_set(capacity, bytes);
-            write_out(name, text(&found), "name")
-        }
-    })
+    let find = |runtime: &Runtime| Ok(runtime.ledger_of_device(device as usize)?);
+    // SAFETY: 1. 2. Guaranteed by the caller.
+    unsafe { write_ledger(runtime, find, name, capacity) }
 }
 
 /// Returns the name and the capacity of the ledger of pinned memory.
@@ -395,10 +388,24 @@ pub unsafe extern "C" fn aq_ledger_of_pinned(
     name: *mut *mut c_char,
     capacity: *mut u64,
 ) -> aq_status {
+    // SAFETY: 1. 2. Guaranteed by the caller.
+    unsafe { write_ledger(runtime, |runtime| Ok(runtime.ledger_of_pinned()), name, capacity) }
+}
+
+/// Stores the name and the capacity of the ledger that `find` returns.
+///
+/// # Safety
+/// 1. `name` is null, or points to a `char *` that may be written.
+/// 2. `capacity` is null, or points to a `uint64_t` that may be written.
+unsafe fn write_ledger(
+    runtime: aq_runtime,
+    find: impl FnOnce(&Runtime) -> CallResult<(String, u64)>,
+    name: *mut *mut c_char,
+    capacity: *mut u64,
+) -> aq_status {
     enter(|| {
         require(name, "name")?;
-        let (found, bytes) =
-            thread_state::with(runtime, |shared| Ok(shared.runtime.ledger_of_pinned()))?;
+        let (found, bytes) = thread_state::with(runtime, |shared| find(&shared.runtime))?;
         // SAFETY: 1. 2. Guaranteed by the caller.
         unsafe {
             write_out_if_set(capacity, bytes);

@@ -80,6 +80,13 @@ impl Rig {
         self.sim.launch(stream.raw(), SimKernel::new("write").writes(range, None)).unwrap();
     }
 
+    /// Writes a block of 1 MiB on `stream` and frees it. Returns its address.
+    fn first_life(&self, stream: &Stream) -> u64 {
+        let block = self.pool.alloc(stream, Request::bytes(MIB)).unwrap();
+        self.write(stream, &block);
+        block.address()
+    }
+
     fn calls(&self) -> u64 {
         self.sim.driver().calls().made().iter().map(|(_, count)| count).sum()
     }
@@ -244,10 +251,7 @@ fn a_block_out_of_order_goes_elsewhere_rather_than_wait_for_another_stream() {
     let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 1), block(2 * MIB, 4, 5, 0)];
     let rig = Rig::new(&blocks, 2, 8 * MIB);
     let [own, other] = [&rig.streams[0], &rig.streams[1]];
-    let first = rig.pool.alloc(own, Request::bytes(MIB)).unwrap();
-    rig.write(own, &first);
-    let address = first.address();
-    drop(first);
+    let address = rig.first_life(own);
     let second = rig.pool.alloc(other, Request::bytes(MIB)).unwrap();
     assert_eq!(second.address(), address, "the edge is recorded");
     rig.write(other, &second);
@@ -278,10 +282,7 @@ fn an_order_that_the_driver_refuses_sends_the_block_elsewhere_and_harms_no_later
     let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 1), block(MIB, 4, 5, 1)];
     let rig = Rig::new(&blocks, 2, 8 * MIB);
     let [own, other] = [&rig.streams[0], &rig.streams[1]];
-    let first = rig.pool.alloc(own, Request::bytes(MIB)).unwrap();
-    rig.write(own, &first);
-    let address = first.address();
-    drop(first);
+    let address = rig.first_life(own);
     rig.sim.fail(Call::StreamWaitEvent, 1, 999);
     let second = rig.pool.alloc(other, Request::bytes(MIB)).unwrap();
     assert_ne!(second.address(), address);
