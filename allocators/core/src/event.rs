@@ -35,8 +35,9 @@ mod sinks;
 mod thread_number;
 mod trace;
 
+pub use crate::location::MemoryLocation;
 pub use line_log::LineLog;
-pub use record::{Action, BlockKind, Event, MemoryLocation};
+pub use record::{Action, BlockKind, Event};
 pub use ring::RingSink;
 pub use sinks::{NullSink, TracingSink};
 pub use trace::TraceFile;

@@ -28,6 +28,7 @@ pub mod error;
 pub mod event;
 pub mod gate;
 pub mod ids;
+mod location;
 pub mod opaque;
 #[doc(hidden)]
 pub mod panics;

@@ -41,7 +41,6 @@ mod settings;
 pub use finding::{Fault, Finding};
 pub use guards::{CANARY, GUARD_BYTES, POISON_ALLOCATED, POISON_FREED};
 pub use leaks::{LeakGroup, LeakReport};
-pub(crate) use reclaim::QuarantineHook;
 pub use settings::{Debugging, FindingHook};
 
 use crate::{
@@ -125,7 +124,7 @@ pub(crate) struct CheckedPool {
     /// Whether a stream may be made to wait for another on the device when memory is short.
     waits: bool,
     /// How long the host waits for other streams' uses if not.
-    wait: Duration,
+    pub(crate) wait: Duration,
     listing: Arc<LiveBlockList>,
     /// The stream that blocks are read back on, while the pool is open.
     reader: Mutex<Option<Reader>>,

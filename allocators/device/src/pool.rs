@@ -7,6 +7,7 @@
 
 mod allocate;
 mod give_way;
+mod quarantine;
 mod raw;
 mod source;
 mod stats;
@@ -15,7 +16,7 @@ mod warm;
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
     base::{usage::LiveUsage, waits::begin_request},
-    checked::{BlockSource, CheckedPool, QuarantineHook},
+    checked::{BlockSource, CheckedPool},
     direct::Direct,
     environment::Environment,
     physical::{Physical, mapped::Mapped, segments::Segments},
@@ -30,6 +31,7 @@ use aquifer_core::{
 use aquifer_driver::{DeviceInfo, Driver, ExportTypes, nvtx, site};
 use aquifer_stream::{Stream, StreamPool};
 use bytemuck::Pod;
+use quarantine::QuarantineHook;
 use source::{BypassSource, CacheSource, draw_and_allocate};
 use std::{
     fmt,

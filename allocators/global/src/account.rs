@@ -3,15 +3,11 @@
 //! `charged` is one shared atomic. Each thread has a slot with its *credit*, the part of `charged`
 //! that it has not used yet. See the diagram in the documentation of the crate.
 
-mod charged;
 mod credit;
 mod figures;
 mod shown;
-pub(crate) mod slot;
 mod soft;
-mod tag_cells;
 pub(crate) mod tags;
-mod watermark;
 
 pub(crate) use credit::{
     charge, charge_growth, credit_free, credit_shrink, refund, thread_slot, try_charge_unrouted,
@@ -22,8 +18,13 @@ pub use shown::publish_status;
 pub use soft::{SoftCap, is_soft_cap_exceeded, on_soft_cap, set_soft_cap, soft_cap};
 pub use tags::{Allocated, Consumer, Held, allocated_under, held_under, top};
 
-use crate::not_installed::Warning;
-use charged::{CAP, CHARGED, PEAK};
+use crate::{
+    not_installed::Warning,
+    slots::{
+        charged::{CAP, CHARGED, PEAK},
+        recall,
+    },
+};
 use std::sync::atomic::Ordering;
 
 /// Returns the current figures. Allocates nothing and takes no lock. Takes time linear in the
@@ -65,7 +66,7 @@ pub fn set_cap(bytes: u64) -> u64 {
         WARNING.check_once();
     }
     CAP.store(bytes, Ordering::Relaxed);
-    slot::recall();
+    recall();
     stats().live.saturating_sub(bytes)
 }
 

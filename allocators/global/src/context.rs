@@ -3,7 +3,7 @@
 //! Scopes belong to one thread, so a task on another thread is not counted under the tag of its
 //! creator. Work that should be counted there carries a [`Context`].
 
-use crate::route::{Scope, scoped};
+use crate::{route::scoped, scope::Scope};
 use aquifer_core::{Tag, tagged};
 
 /// The captured tag and routing scope of a thread.

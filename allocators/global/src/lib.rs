@@ -88,6 +88,8 @@ mod not_installed;
 pub mod report;
 pub mod route;
 pub mod sample;
+mod scope;
+mod slots;
 mod thread_state;
 
 pub use account::{

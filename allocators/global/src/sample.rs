@@ -14,7 +14,6 @@
 //! The allocating thread walks its stack without using this allocator or its locks. Symbols are
 //! resolved when a stack is printed.
 
-pub(crate) mod clock;
 mod paused;
 mod record;
 mod stack;
@@ -26,10 +25,9 @@ pub use stack::{Stack, stacks};
 #[cfg(feature = "stacks")]
 use crate::not_installed::Warning;
 use crate::{
-    account::slot::Slot,
+    slots::{Slot, clock::Clock},
     thread_state::{THREAD_STATE, ThreadState},
 };
-use clock::Clock;
 use record::FRAMES;
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -2,8 +2,8 @@
 #![expect(unsafe_code, reason = "points to slots, which are never freed")]
 
 use crate::{
-    account::slot::{SHARED, Slot},
-    route::Scope,
+    scope::Scope,
+    slots::{SHARED, Slot},
 };
 use aquifer_core::{__tag, Tag};
 use std::{cell::Cell, ptr};

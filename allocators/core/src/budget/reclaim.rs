@@ -28,7 +28,7 @@ use super::{
     registration::HookRegistration,
 };
 use crate::{
-    event::MemoryLocation,
+    location::MemoryLocation,
     sync::atomic::{
         AtomicBool,
         Ordering::{AcqRel, Acquire, Relaxed, Release},

@@ -1,6 +1,6 @@
 //! Reclaimers: holders of memory that can release some of it.
 
-use crate::{event::MemoryLocation, sync::atomic::AtomicBool};
+use crate::{location::MemoryLocation, sync::atomic::AtomicBool};
 use std::{
     sync::Weak,
     time::{Duration, Instant},

@@ -1,6 +1,6 @@
 //! The record of one operation on memory.
 
-use crate::{DeviceId, Tag};
+use crate::{Tag, location::MemoryLocation};
 
 /// The kind of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -96,19 +96,6 @@ impl BlockKind {
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
-}
-
-/// The location of an event.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "lowercase"))]
-#[non_exhaustive]
-pub enum MemoryLocation {
-    /// Memory of a device.
-    Device(DeviceId),
-    /// Pinned memory of a NUMA node, or of an unknown node.
-    Host(Option<u32>),
-    /// The global allocator.
-    Global,
 }
 
 /// One operation on memory.

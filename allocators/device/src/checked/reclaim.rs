@@ -1,38 +1,12 @@
-//! The quarantine as a reclaimer, of its budget and of its pool.
+//! The quarantine as a reclaimer of its budget.
 
 use super::CheckedPool;
-use crate::{
-    base::{
-        reclaim_cost::reclaim_cost,
-        waits::{deadline, has_passed},
-    },
-    pool_core::PoolHook,
-};
+use crate::base::{reclaim_cost::reclaim_cost, waits::has_passed};
 use aquifer_core::{
     budget::{Offer, Reclaim},
     event::MemoryLocation,
 };
-use std::{
-    sync::{Arc, Weak},
-    time::{Duration, Instant},
-};
-
-/// Lets the pool release the quarantine before it reclaims from others. It has no reference of its
-/// own, since the quarantine has one to the pool.
-pub(crate) struct QuarantineHook(Weak<CheckedPool>);
-
-impl QuarantineHook {
-    pub(crate) fn new(checked: &Arc<CheckedPool>) -> Self {
-        Self(Arc::downgrade(checked))
-    }
-}
-
-impl PoolHook for QuarantineHook {
-    fn release_held_back(&self, bytes: u64) -> Option<u64> {
-        let checked = self.0.upgrade()?;
-        Some(checked.reclaim_quarantine(bytes, deadline(checked.wait)))
-    }
-}
+use std::time::{Duration, Instant};
 
 impl Reclaim for CheckedPool {
     fn name(&self) -> &'static str {

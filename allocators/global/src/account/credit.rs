@@ -1,10 +1,13 @@
 //! Charges and credits of the calling thread, in its slot or in the shared one.
 
-use super::{
-    charged::{charge_account, count_refusal, uncharge},
-    slot::{SHARED, Slot, claim},
+use crate::{
+    slots::{
+        SHARED, Slot,
+        charged::{charge_account, count_refusal, uncharge},
+        claim,
+    },
+    thread_state::{THREAD_STATE, ThreadState},
 };
-use crate::thread_state::{THREAD_STATE, ThreadState};
 use std::sync::atomic::Ordering;
 
 /// Releases the slot of a thread when the thread ends.
@@ -168,7 +171,7 @@ fn add_credit(state: &ThreadState, bytes: u64, frees: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::account::slot::{SLOTS, slots, totals};
+    use crate::slots::{SLOTS, slots, totals};
     use std::{collections::BTreeSet, ptr, thread};
 
     /// A single test, since slots are global to the process.

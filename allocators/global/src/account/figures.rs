@@ -1,10 +1,12 @@
 //! The figures of the account.
 
-use super::{
-    charged::{CHARGED, PEAK, REFUSALS},
-    slot,
+use crate::{
+    route,
+    slots::{
+        self,
+        charged::{CHARGED, PEAK, REFUSALS},
+    },
 };
-use crate::route;
 use std::sync::atomic::Ordering;
 
 /// What the process has allocated through [`Global`](crate::Global).
@@ -39,7 +41,7 @@ pub struct Stats {
 
 /// Returns the current figures. Allocates nothing and takes no lock.
 pub(super) fn read() -> Stats {
-    let totals = slot::totals();
+    let totals = slots::totals();
     let live = CHARGED.load(Ordering::Relaxed).saturating_sub(totals.credit);
     let (routed, routed_allocations, route_refusals) = route::figures();
     Stats {

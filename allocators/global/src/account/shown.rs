@@ -1,13 +1,11 @@
 //! What other processes are shown of the account.
 //!
 //! The figures are published where the shared account crosses a multiple of
-//! [`STEP`](super::charged::STEP), so most allocations do nothing for it. A publication allocates
+//! [`STEP`](crate::slots::charged::STEP), so most allocations do nothing for it. A publication allocates
 //! nothing, takes no lock and makes no system call.
 
-use super::{
-    charged::{CAP, ON_STEP},
-    figures,
-};
+use super::figures;
+use crate::slots::charged::{CAP, ON_STEP};
 use aquifer_core::PoolStats;
 use aquifer_status::{PoolFigures, PoolKind, PoolSlot, SlotDescription};
 use std::sync::{OnceLock, atomic::Ordering};

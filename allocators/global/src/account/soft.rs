@@ -11,12 +11,14 @@
 //! crosses the threshold only sets a flag and wakes a thread. That thread runs the hooks outside of
 //! every allocation, one after another and never recursively, even if they allocate.
 
-use super::{
-    charged::CHARGED,
-    stats,
-    watermark::{CAP, CROSSINGS, EXCEEDED, HOOK_THREAD, on_decrease, on_increase, wake},
+use super::stats;
+use crate::{
+    not_installed::Warning,
+    slots::{
+        charged::CHARGED,
+        watermark::{CAP, CROSSINGS, EXCEEDED, HOOK_THREAD, on_decrease, on_increase, wake},
+    },
 };
-use crate::not_installed::Warning;
 use std::{
     fmt, io,
     panic::{AssertUnwindSafe, catch_unwind},

@@ -1,11 +1,13 @@
 //! Accounts by tag: what each tag has allocated, and what it holds.
 
-use super::{
-    credit::thread_slot,
-    slot::{Slot, slots},
-    tag_cells::{CELLS, ROWS, TRACKS_BLOCKS, USED_ROWS, add, row},
+use super::credit::thread_slot;
+use crate::{
+    slots::{
+        Slot, slots,
+        tag_cells::{ROWS, TRACKS_BLOCKS, USED_ROWS, add, row},
+    },
+    thread_state::THREAD_STATE,
 };
-use crate::thread_state::THREAD_STATE;
 use aquifer_core::Tag;
 use std::sync::atomic::Ordering;
 
@@ -149,7 +151,7 @@ fn figures(tag: u16) -> (Held, Allocated) {
     };
     let (mut credit, mut blocks) = (0u64, row.blocks.load(Ordering::Relaxed));
     for slot in slots() {
-        let cell = &slot.cells.0[usize::from(tag) % CELLS];
+        let cell = &slot.cells.of(tag);
         if cell.tag.load(Ordering::Relaxed) == u64::from(tag) {
             credit = credit.wrapping_add(cell.credit.load(Ordering::Relaxed));
             blocks = blocks.wrapping_add(cell.blocks.load(Ordering::Relaxed));

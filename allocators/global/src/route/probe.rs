@@ -1,7 +1,8 @@
 //! Detects whether the program's allocator uses routes.
 #![expect(unsafe_code, reason = "implements an unsafe trait; probes the global allocator")]
 
-use super::{Route, Scope, scoped, serve};
+use super::{Route, scoped, serve};
+use crate::scope::Scope;
 use crate::thread_state::THREAD_STATE;
 use std::{alloc::Layout, cell::Cell, hint::black_box, ops::Range, ptr::NonNull};
 

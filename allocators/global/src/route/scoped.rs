@@ -1,7 +1,8 @@
 //! Entering and leaving routing scopes.
 #![expect(unsafe_code, reason = "reads the scope on the stack")]
 
-use super::{Scope, table::RouteId};
+use super::table::RouteId;
+use crate::scope::Scope;
 use crate::thread_state::{THREAD_STATE, ThreadState};
 use std::ptr;
 

@@ -1,7 +1,8 @@
 //! Calls of routes for single allocations and frees.
 #![expect(unsafe_code, reason = "calls routes with blocks of theirs")]
 
-use super::{Route, Scope, deferred, table};
+use super::{Route, deferred, table};
+use crate::scope::Scope;
 use crate::thread_state::{THREAD_STATE, ThreadState};
 use std::{
     alloc::Layout,

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 /// When the next sample of a thread is due. Only the owner of its slot accesses it.
 pub(crate) struct Clock {
     /// Bytes until the next sample or the next check.
-    pub(super) remaining: AtomicI64,
+    pub(crate) remaining: AtomicI64,
     /// The interval for which `remaining` was drawn, 0 for none.
-    pub(super) drawn_for: AtomicU64,
+    pub(crate) drawn_for: AtomicU64,
     /// The state of the thread's random number generator.
     seed: AtomicU64,
 }
@@ -19,7 +19,7 @@ impl Clock {
 
     /// Returns the bytes to the next point, drawn from an exponential distribution with this mean
     /// (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
-    pub(super) fn draw(&self, interval: u64) -> i64 {
+    pub(crate) fn draw(&self, interval: u64) -> i64 {
         // All clocks start in the same state, so the address is mixed in to distinguish them.
         let step = 0x9e37_79b9_7f4a_7c15u64;
         let seed = self.seed.load(Ordering::Relaxed).wrapping_add(step);

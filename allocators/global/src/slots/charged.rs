@@ -8,9 +8,9 @@ use std::sync::{
 };
 
 /// Bytes that a thread charges at once in addition to what it needs.
-pub(super) const BATCH: u64 = 64 << 10;
+pub(crate) const BATCH: u64 = 64 << 10;
 /// The credit above which a thread returns all except [`BATCH`].
-pub(super) const MAX_CREDIT: u64 = 2 * BATCH;
+pub(crate) const MAX_CREDIT: u64 = 2 * BATCH;
 /// Headroom below which a thread charges only what it needs, so that the last bytes below the cap
 /// can all be allocated.
 const NEAR_CAP: u64 = 64 * BATCH;
@@ -18,19 +18,19 @@ const NEAR_CAP: u64 = 64 * BATCH;
 // Relaxed throughout: none of these guards other memory, and each has its own modification order.
 /// Bytes in live blocks and in the credit of threads. Never above the cap that was in effect when
 /// it was last raised. A lower cap recalls the credit.
-pub(super) static CHARGED: CachePadded<AtomicU64> = CachePadded::new(AtomicU64::new(0));
-pub(super) static CAP: AtomicU64 = AtomicU64::new(u64::MAX);
+pub(crate) static CHARGED: CachePadded<AtomicU64> = CachePadded::new(AtomicU64::new(0));
+pub(crate) static CAP: AtomicU64 = AtomicU64::new(u64::MAX);
 /// The maximum of `CHARGED` since the last reset.
-pub(super) static PEAK: AtomicU64 = AtomicU64::new(0);
+pub(crate) static PEAK: AtomicU64 = AtomicU64::new(0);
 /// What is called where the account crosses a multiple of [`STEP`], if anything. It must not
 /// allocate.
-pub(super) static ON_STEP: OnceLock<fn()> = OnceLock::new();
-pub(super) const STEP: u64 = 1 << 20;
-pub(super) static REFUSALS: AtomicU64 = AtomicU64::new(0);
+pub(crate) static ON_STEP: OnceLock<fn()> = OnceLock::new();
+pub(crate) const STEP: u64 = 1 << 20;
+pub(crate) static REFUSALS: AtomicU64 = AtomicU64::new(0);
 
 /// Charges `need` bytes to the shared account, and `extra` more if the cap is not near. Returns the
 /// charged bytes, or `None` if the cap refuses.
-pub(super) fn charge_account(need: u64, extra: u64) -> Option<u64> {
+pub(crate) fn charge_account(need: u64, extra: u64) -> Option<u64> {
     let mut charged = CHARGED.load(Ordering::Relaxed);
     loop {
         let cap = CAP.load(Ordering::Relaxed);
@@ -56,7 +56,7 @@ pub(super) fn charge_account(need: u64, extra: u64) -> Option<u64> {
 }
 
 /// Gives bytes back to the shared account.
-pub(super) fn uncharge(bytes: u64) {
+pub(crate) fn uncharge(bytes: u64) {
     let before = CHARGED.fetch_sub(bytes, Ordering::Relaxed);
     watermark::on_decrease(before.saturating_sub(bytes));
     on_change(before, before.saturating_sub(bytes));
@@ -72,6 +72,6 @@ fn on_change(before: u64, now: u64) {
 }
 
 #[cold]
-pub(super) fn count_refusal() {
+pub(crate) fn count_refusal() {
     REFUSALS.fetch_add(1, Ordering::Relaxed);
 }

@@ -14,9 +14,9 @@
 
 use super::{
     charged::{BATCH, MAX_CREDIT, charge_account, count_refusal, uncharge},
+    clock::Clock,
     tag_cells::TagCells,
 };
-use crate::sample::clock::Clock;
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     ptr,
@@ -39,11 +39,11 @@ pub(crate) struct Slot {
     /// by the owner. Signed, so that one comparison also detects an insufficient credit.
     floor: AtomicI64,
     /// Allocations of all owners. Written only by the current owner.
-    pub(super) allocations: AtomicU64,
+    pub(crate) allocations: AtomicU64,
     /// Frees of all owners. Written only by the current owner.
-    pub(super) frees: AtomicU64,
+    pub(crate) frees: AtomicU64,
     /// The counts by tag. Without an owner the cells belong to no tag.
-    pub(super) cells: TagCells,
+    pub(crate) cells: TagCells,
     /// When the next call stack of this thread is due.
     pub(crate) clock: Clock,
 }
@@ -64,13 +64,13 @@ impl Slot {
 
     /// Adds `more` to a counter. The caller must be its only writer.
     #[inline]
-    pub(super) fn add(counter: &AtomicU64, more: u64) {
+    pub(crate) fn add(counter: &AtomicU64, more: u64) {
         counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
     }
 
     /// Debits a nonzero number of bytes from the credit, if it is sufficient.
     #[inline]
-    pub(super) fn try_debit(&self, bytes: u64) -> bool {
+    pub(crate) fn try_debit(&self, bytes: u64) -> bool {
         // Cannot overflow: the credit is small, and no block is larger than `i64::MAX`.
         let rest = (self.credit.load(Ordering::Relaxed) as i64).wrapping_sub(bytes as i64);
         if rest < self.floor.load(Ordering::Relaxed) {
@@ -82,7 +82,7 @@ impl Slot {
 
     /// Debits the bytes of an allocation, and counts it, if the credit is sufficient.
     #[inline]
-    pub(super) fn try_debit_allocation(&self, bytes: usize) -> bool {
+    pub(crate) fn try_debit_allocation(&self, bytes: usize) -> bool {
         let debited = self.try_debit(bytes as u64);
         if debited {
             Self::add(&self.allocations, 1);
@@ -90,7 +90,7 @@ impl Slot {
         debited
     }
 
-    pub(super) fn refill_and_debit(&self, bytes: u64) -> bool {
+    pub(crate) fn refill_and_debit(&self, bytes: u64) -> bool {
         // The credit may come from an earlier cap, or from frees while the cap was exceeded.
         // Acquire: sees the new cap, if this reads the value that its setter wrote.
         if self.floor.swap(0, Ordering::Acquire) != 0 {
@@ -117,7 +117,7 @@ impl Slot {
 
     /// Adds `bytes` to the credit, if that stays within the maximum.
     #[inline]
-    pub(super) fn try_add_credit(&self, bytes: u64) -> bool {
+    pub(crate) fn try_add_credit(&self, bytes: u64) -> bool {
         let credit = self.credit.load(Ordering::Relaxed).wrapping_add(bytes);
         if credit > self.max_credit {
             return false;
@@ -127,14 +127,14 @@ impl Slot {
     }
 
     /// Credits `bytes`, and returns all of the credit except one batch to the account.
-    pub(super) fn add_credit_and_trim(&self, bytes: u64) {
+    pub(crate) fn add_credit_and_trim(&self, bytes: u64) {
         let credit = self.credit.load(Ordering::Relaxed) + bytes;
         self.credit.store(BATCH, Ordering::Relaxed);
         uncharge(credit - BATCH);
     }
 
     /// Releases the slot for another thread.
-    pub(super) fn release(&self) {
+    pub(crate) fn release(&self) {
         uncharge(self.credit.swap(0, Ordering::Relaxed));
         self.cells.flush();
         self.owned.store(false, Ordering::Release);
@@ -146,7 +146,7 @@ impl Slot {
 const RECALL_FLOOR: i64 = i64::MAX;
 
 /// Slots per chunk.
-pub(super) const SLOTS: usize = 64;
+pub(crate) const SLOTS: usize = 64;
 
 /// A chunk of slots. The first one is static, further ones are leaked.
 struct SlotChunk {
@@ -203,7 +203,7 @@ static FIRST: SlotChunk = SlotChunk::new();
 pub(crate) static SHARED: Slot = Slot::new(0);
 
 /// Claims a slot without an owner.
-pub(super) fn claim() -> Option<&'static Slot> {
+pub(crate) fn claim() -> Option<&'static Slot> {
     let mut next = Some(&FIRST);
     while let Some(chunk) = next {
         for slot in &chunk.slots {
@@ -224,17 +224,17 @@ pub(super) fn claim() -> Option<&'static Slot> {
 
 /// Sums over all slots.
 #[derive(Default)]
-pub(super) struct Totals {
-    pub(super) credit: u64,
-    pub(super) allocations: u64,
-    pub(super) frees: u64,
+pub(crate) struct Totals {
+    pub(crate) credit: u64,
+    pub(crate) allocations: u64,
+    pub(crate) frees: u64,
 }
 
-pub(super) fn slots() -> impl Iterator<Item = &'static Slot> {
+pub(crate) fn slots() -> impl Iterator<Item = &'static Slot> {
     std::iter::successors(Some(&FIRST), |chunk| chunk.next()).flat_map(|chunk| &chunk.slots)
 }
 
-pub(super) fn totals() -> Totals {
+pub(crate) fn totals() -> Totals {
     let mut totals = Totals::default();
     for slot in slots().chain([&SHARED]) {
         totals.credit = totals.credit.wrapping_add(slot.credit.load(Ordering::Relaxed));
@@ -246,7 +246,7 @@ pub(super) fn totals() -> Totals {
 }
 
 /// Makes every thread return its credit before its next debit.
-pub(super) fn recall() {
+pub(crate) fn recall() {
     // Release: a thread that sees the floor also sees the new cap.
     slots().for_each(|slot| slot.floor.store(RECALL_FLOOR, Ordering::Release));
 }

@@ -22,16 +22,16 @@ const MAX_CREDIT: u64 = charged::MAX_CREDIT;
 /// The account of one tag. Each has its own cache line, so that threads under different tags do not
 /// contend.
 #[repr(align(64))]
-pub(super) struct Row {
+pub(crate) struct Row {
     /// Bytes in live blocks and in the credit of cells.
-    pub(super) charged: AtomicU64,
+    pub(crate) charged: AtomicU64,
     /// The maximum of `charged` since the last reset.
-    pub(super) peak: AtomicU64,
+    pub(crate) peak: AtomicU64,
     /// Counts of former cells.
-    pub(super) bytes: AtomicU64,
-    pub(super) allocations: AtomicU64,
+    pub(crate) bytes: AtomicU64,
+    pub(crate) allocations: AtomicU64,
     /// Live blocks of former cells. Negative (wrapped) if other cells have counted more frees.
-    pub(super) blocks: AtomicU64,
+    pub(crate) blocks: AtomicU64,
 }
 
 impl Row {
@@ -45,7 +45,7 @@ impl Row {
         }
     }
 
-    pub(super) fn charge(&self, bytes: u64) {
+    pub(crate) fn charge(&self, bytes: u64) {
         TRACKS_BLOCKS.store(true, Ordering::Relaxed);
         let charged = self.charged.fetch_add(bytes, Ordering::Relaxed).wrapping_add(bytes);
         if self.peak.load(Ordering::Relaxed) < charged {
@@ -61,15 +61,15 @@ impl Row {
 
 // Relaxed throughout: statistics, which guard no other memory. There is a row for each possible
 // tag: 4 MiB of address space, of which only the pages of used tags are touched.
-pub(super) static ROWS: [Row; Tag::MAX] = [const { Row::new() }; Tag::MAX];
+pub(crate) static ROWS: [Row; Tag::MAX] = [const { Row::new() }; Tag::MAX];
 /// Rows from this index on have not been used.
-pub(super) static USED_ROWS: AtomicUsize = AtomicUsize::new(0);
+pub(crate) static USED_ROWS: AtomicUsize = AtomicUsize::new(0);
 /// Whether any row has been charged, so the program's allocator is one that records the tag of each
 /// block.
-pub(super) static TRACKS_BLOCKS: AtomicBool = AtomicBool::new(false);
+pub(crate) static TRACKS_BLOCKS: AtomicBool = AtomicBool::new(false);
 
 #[inline]
-pub(super) fn row(tag: u16) -> &'static Row {
+pub(crate) fn row(tag: u16) -> &'static Row {
     &ROWS[usize::from(tag)]
 }
 
@@ -77,25 +77,25 @@ pub(super) fn row(tag: u16) -> &'static Row {
 const UNUSED: u64 = u64::MAX;
 /// Cells per slot. If a thread uses more tags in turn, some of them share a cell, which then
 /// switches between them.
-pub(super) const CELLS: usize = 8;
+pub(crate) const CELLS: usize = 8;
 
 /// The counts of one thread under one tag. Written only by the slot's owner. A cache line in size,
 /// so that a shift computes its offset.
 #[repr(align(64))]
-pub(super) struct TagCell {
+pub(crate) struct TagCell {
     /// The tag that it counts for.
-    pub(super) tag: AtomicU64,
+    pub(crate) tag: AtomicU64,
     /// Bytes that are charged to the tag's row but not in a live block.
-    pub(super) credit: AtomicU64,
+    pub(crate) credit: AtomicU64,
     /// The credit above which some is returned.
-    pub(super) max_credit: AtomicU64,
-    pub(super) bytes: AtomicU64,
-    pub(super) allocations: AtomicU64,
-    pub(super) blocks: AtomicU64,
+    pub(crate) max_credit: AtomicU64,
+    pub(crate) bytes: AtomicU64,
+    pub(crate) allocations: AtomicU64,
+    pub(crate) blocks: AtomicU64,
 }
 
 #[inline]
-pub(super) fn add(counter: &AtomicU64, more: u64) {
+pub(crate) fn add(counter: &AtomicU64, more: u64) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
 }
 
@@ -136,7 +136,7 @@ impl TagCell {
     }
 
     #[inline]
-    pub(super) fn debit(&self, tag: u16, bytes: u64) {
+    pub(crate) fn debit(&self, tag: u16, bytes: u64) {
         match self.credit.load(Ordering::Relaxed).checked_sub(bytes) {
             Some(rest) => self.credit.store(rest, Ordering::Relaxed),
             None => self.refill_and_debit(tag, bytes),
@@ -158,7 +158,7 @@ impl TagCell {
     }
 
     #[inline]
-    pub(super) fn add_credit(&self, tag: u16, bytes: u64) {
+    pub(crate) fn add_credit(&self, tag: u16, bytes: u64) {
         let credit = self.credit.load(Ordering::Relaxed).wrapping_add(bytes);
         self.credit.store(credit, Ordering::Relaxed);
         if credit > self.max_credit.load(Ordering::Relaxed) {
@@ -182,16 +182,22 @@ impl TagCell {
 }
 
 /// The cells of a slot. A tag uses the cell whose index is its number modulo [`CELLS`].
-pub(super) struct TagCells(pub(super) [TagCell; CELLS]);
+pub(crate) struct TagCells([TagCell; CELLS]);
 
 impl TagCells {
-    pub(super) const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self([const { TagCell::new() }; CELLS])
     }
 
+    /// Returns the cell in which `tag` counts, which may count another tag now.
     #[inline]
-    pub(super) fn for_tag(&self, tag: u16) -> &TagCell {
-        let cell = &self.0[usize::from(tag) % CELLS];
+    pub(crate) fn of(&self, tag: u16) -> &TagCell {
+        &self.0[usize::from(tag) % CELLS]
+    }
+
+    #[inline]
+    pub(crate) fn for_tag(&self, tag: u16) -> &TagCell {
+        let cell = self.of(tag);
         if cell.tag.load(Ordering::Relaxed) != u64::from(tag) {
             cell.switch_to(tag);
         }
@@ -199,7 +205,7 @@ impl TagCells {
     }
 
     /// Adds the counts of all cells to their rows.
-    pub(super) fn flush(&self) {
+    pub(crate) fn flush(&self) {
         self.0.iter().for_each(TagCell::flush);
     }
 }

@@ -9,13 +9,13 @@ use std::{
 };
 
 /// The soft cap.
-pub(super) static CAP: AtomicU64 = AtomicU64::new(u64::MAX);
+pub(crate) static CAP: AtomicU64 = AtomicU64::new(u64::MAX);
 /// Whether it is exceeded.
-pub(super) static EXCEEDED: AtomicBool = AtomicBool::new(false);
+pub(crate) static EXCEEDED: AtomicBool = AtomicBool::new(false);
 /// Number of upward crossings.
-pub(super) static CROSSINGS: AtomicU64 = AtomicU64::new(0);
+pub(crate) static CROSSINGS: AtomicU64 = AtomicU64::new(0);
 /// The thread that runs the hooks, once it exists.
-pub(super) static HOOK_THREAD: OnceLock<Thread> = OnceLock::new();
+pub(crate) static HOOK_THREAD: OnceLock<Thread> = OnceLock::new();
 
 /// Returns the lower threshold.
 fn low(cap: u64) -> u64 {
@@ -24,7 +24,7 @@ fn low(cap: u64) -> u64 {
 
 /// Checks the cap after the charged bytes have risen to `charged`.
 #[inline]
-pub(super) fn on_increase(charged: u64) {
+pub(crate) fn on_increase(charged: u64) {
     if charged > CAP.load(Ordering::Relaxed) {
         exceeded();
     }
@@ -32,7 +32,7 @@ pub(super) fn on_increase(charged: u64) {
 
 /// Checks the lower threshold after the charged bytes have fallen to `charged`.
 #[inline]
-pub(super) fn on_decrease(charged: u64) {
+pub(crate) fn on_decrease(charged: u64) {
     if EXCEEDED.load(Ordering::Relaxed) && charged <= low(CAP.load(Ordering::Relaxed)) {
         no_longer_exceeded();
     }
@@ -54,7 +54,7 @@ fn no_longer_exceeded() {
 }
 
 /// At most one futex call. Takes no lock and no memory.
-pub(super) fn wake() {
+pub(crate) fn wake() {
     if let Some(thread) = HOOK_THREAD.get() {
         thread.unpark();
     }
