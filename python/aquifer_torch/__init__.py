@@ -87,6 +87,7 @@ def setup(
     shared_pinned: int | None = None,
     shared_priority: int = 0,
     ledger_folder: str | os.PathLike[str] | None = None,
+    plan: str | os.PathLike[str] | None = None,
 ) -> Library:
     """Loads the library and makes the process's runtime with these settings, once. install() and mem_pool() call it.
 
@@ -104,6 +105,7 @@ def setup(
     shared_pinned      the same of pinned memory
     shared_priority    the order among processes that wait for shared memory, higher ones first
     ledger_folder      the folder of the ledgers, else that of AQUIFER_LEDGER
+    plan               a file of `aquifer plan` from an earlier run: blocks get their places in it; else that of AQUIFER_PLAN
 
     Makes a context on each device that CUDA_VISIBLE_DEVICES leaves, as PyTorch does on those that it uses; takes no memory.
     LibraryNotFound, LibraryVersion; AquiferError, where there is one already (AQ_ERROR_BUSY) or the driver refuses.
@@ -131,6 +133,8 @@ def setup(
     options.shared_priority = shared_priority
     if ledger_folder is not None:
         options.ledger_folder = os.fsencode(ledger_folder)
+    if plan is not None:
+        options.plan = os.fsencode(plan)
     library.aq_torch_setup(ctypes.byref(options))
     if isinstance(limit, float):
         for device in range(library.devices()):

@@ -43,6 +43,7 @@ class Options(ctypes.Structure):
         ("shared_guarantee", ctypes.c_uint64),
         ("pinned_guarantee", ctypes.c_uint64),
         ("ledger_folder", ctypes.c_char_p),
+        ("plan", ctypes.c_char_p),
     ]
 
 
@@ -69,7 +70,7 @@ class Stats(ctypes.Structure):
         for name in (
             "live", "requested", "cached", "pending", "physical", "peak_live", "peak_requested", "peak_physical",
             "blocks", "allocations", "frees", "failures", "growths", "reaped", "moves", "adoptions", "fences",
-            "stream_waits", "host_waits",
+            "stream_waits", "host_waits", "plan_hits", "plan_strays", "plan_overlaps", "plan_resynchronisations",
         )
     ]  # fmt: skip
 

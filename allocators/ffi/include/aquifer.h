@@ -194,6 +194,8 @@ typedef struct aq_runtime_options {
                                    With AQ_SHARED_DEVICES, device_limit 0 is the capacity */
     uint64_t pinned_guarantee;  /* bytes of pinned memory that are guaranteed to this process */
     const char *ledger_folder;  /* the folder of the ledgers; null: that of AQUIFER_LEDGER */
+    const char *plan;           /* a file of `aquifer plan`, which every device's pool maps when it
+                                   is opened; null: that of AQUIFER_PLAN, if it is set */
 } aq_runtime_options;
 
 /* Creates a runtime: opens the driver, creates a context on each device (which takes the driver's
@@ -334,6 +336,11 @@ typedef struct aq_stats {
     uint64_t fences;         /* count: events recorded */
     uint64_t stream_waits;   /* count: waits of one stream for another */
     uint64_t host_waits;     /* count: waits of the host */
+    uint64_t plan_hits;      /* count: allocations that the plan has served */
+    uint64_t plan_strays;    /* count: those that it has not, while it was in use */
+    uint64_t plan_overlaps;  /* count: those of plan_strays whose place was still held */
+    uint64_t plan_resynchronisations; /* count: how often the position in the plan was lost and
+                                         found again */
 } aq_stats;
 
 /* Stores the statistics of a device's pool. Makes no driver call. Each field is correct, but the

@@ -90,6 +90,14 @@ pub struct aq_stats {
     pub stream_waits: u64,
     /// Number of waits of the host.
     pub host_waits: u64,
+    /// Number of allocations that the plan has served.
+    pub plan_hits: u64,
+    /// Number of allocations that it has not served while it was in use.
+    pub plan_strays: u64,
+    /// Those of `plan_strays` whose place was still held.
+    pub plan_overlaps: u64,
+    /// How often the position in the plan was lost and found again.
+    pub plan_resynchronisations: u64,
 }
 
 impl From<PoolStats> for aq_stats {
@@ -115,6 +123,10 @@ impl From<PoolStats> for aq_stats {
             fences: s.fences,
             stream_waits: s.stream_waits,
             host_waits: s.host_waits,
+            plan_hits: s.plan_hits,
+            plan_strays: s.plan_strays,
+            plan_overlaps: s.plan_overlaps,
+            plan_resynchronisations: s.plan_resynchronisations,
         }
     }
 }
@@ -358,6 +370,8 @@ fn stats_json(s: PoolStats) -> Value {
         "blocks": s.blocks, "allocations": s.allocations, "frees": s.frees, "failures": s.failures,
         "growths": s.growths, "reaped": s.reaped, "moves": s.moves, "adoptions": s.adoptions, "fences": s.fences,
         "stream_waits": s.stream_waits, "host_waits": s.host_waits,
+        "plan_hits": s.plan_hits, "plan_strays": s.plan_strays, "plan_overlaps": s.plan_overlaps,
+        "plan_resynchronisations": s.plan_resynchronisations,
     })
 }
 

@@ -16,7 +16,8 @@ use aquifer::{
     sim::{DeviceConfig, Schedule, Sim, SimConfig},
 };
 use std::{
-    ffi::c_char,
+    ffi::{CStr, OsStr, c_char},
+    os::unix::ffi::OsStrExt,
     path::PathBuf,
     ptr,
     sync::{Arc, atomic::Ordering},
@@ -83,6 +84,8 @@ pub struct aq_runtime_options {
     pub pinned_guarantee: u64,
     /// The folder of the ledgers; null for that of `AQUIFER_LEDGER`.
     pub ledger_folder: *const c_char,
+    /// A plan file for every device's pool; null for that of `AQUIFER_PLAN`.
+    pub plan: *const c_char,
 }
 
 impl Default for aq_runtime_options {
@@ -105,6 +108,7 @@ impl Default for aq_runtime_options {
             shared_guarantee: 0,
             pinned_guarantee: 0,
             ledger_folder: ptr::null(),
+            plan: ptr::null(),
         }
     }
 }
@@ -210,7 +214,7 @@ impl aq_runtime_options {
     /// Builds the runtime.
     ///
     /// # Safety
-    /// 1. `ledger_folder` is null, or a zero-terminated text.
+    /// 1. `ledger_folder` and `plan` are null, or zero-terminated texts.
     unsafe fn build(self, shareable: bool) -> CallResult<SharedRuntime> {
         if self.streams > AQ_STREAMS_RETIRED {
             return Err(bad("streams", self.streams, "AQ_STREAMS_UNTOLD or AQ_STREAMS_RETIRED"));
@@ -229,6 +233,11 @@ impl aq_runtime_options {
         }
         if self.release_threshold > 0 {
             pools.release_threshold = self.release_threshold;
+        }
+        if !self.plan.is_null() {
+            // SAFETY: 1. Guaranteed by the caller.
+            let path = unsafe { CStr::from_ptr(self.plan) };
+            pools.plan = Some(PathBuf::from(OsStr::from_bytes(path.to_bytes())));
         }
         // SAFETY: 1. Guaranteed by the caller.
         let folder = unsafe { self.ledger_folder() }?;
@@ -286,7 +295,7 @@ impl aq_runtime_options {
     /// its memory.
     ///
     /// # Safety
-    /// 1. `ledger_folder` is null, or a zero-terminated text.
+    /// 1. `ledger_folder` and `plan` are null, or zero-terminated texts.
     pub(crate) unsafe fn create(self, shareable: bool) -> CallResult<aq_runtime> {
         install_panic_hook();
         // SAFETY: 1. Guaranteed by the caller.
@@ -302,8 +311,8 @@ pub(crate) fn ordinal(shared: &SharedRuntime, device: u32) -> CallResult<DeviceI
 /// Creates a runtime.
 ///
 /// # Safety
-/// 1. `options` is null, or points to a struct whose first field is its size in bytes, with a text
-///    that is null or ends with a zero byte.
+/// 1. `options` is null, or points to a struct whose first field is its size in bytes, with texts
+///    that are null or end with a zero byte.
 /// 2. `runtime` is null, or points to an `aq_runtime` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_runtime_create(
@@ -312,7 +321,7 @@ pub unsafe extern "C" fn aq_runtime_create(
 ) -> aq_status {
     enter(|| {
         require(runtime, "runtime")?;
-        // SAFETY: 1. Guaranteed by the caller, also of the text.
+        // SAFETY: 1. Guaranteed by the caller, also of the texts.
         let id = unsafe { aq_runtime_options::read(options)?.create(false) }?;
         // SAFETY: 2. Guaranteed by the caller.
         unsafe { write_out(runtime, id, "runtime") }

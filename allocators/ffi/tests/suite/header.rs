@@ -163,6 +163,7 @@ fn c_and_rust_agree_on_forms_and_numbers() {
             shared_guarantee,
             pinned_guarantee,
             ledger_folder,
+            plan,
         }
     );
     form!(
@@ -209,6 +210,10 @@ fn c_and_rust_agree_on_forms_and_numbers() {
             fences,
             stream_waits,
             host_waits,
+            plan_hits,
+            plan_strays,
+            plan_overlaps,
+            plan_resynchronisations,
         }
     );
     for status in Status::ALL {

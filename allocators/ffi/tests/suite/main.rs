@@ -2,3 +2,4 @@
 
 mod header;
 mod panics;
+mod planned;
