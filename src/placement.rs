@@ -13,6 +13,7 @@
 //! | `hash` | the hash of [`Policy::Affinity`], specified |
 //! | `device_set` | the devices: current free memory, health, generations |
 //! | `lease` | [`Lease`]: reserved bytes |
+//! | `choice` | the devices of a group, and all of them held or none |
 //! | `group` | several leases, all or none |
 //! | `waiting` | waiting until there is room: queues, wake-ups, deadlines |
 //! | `placing` | [`Placing`]: how one request waits; `grouping`, below `group`, how a group does |
@@ -27,6 +28,7 @@
 //! call has returned the loss. A [drained](Placer::drain) device receives no new requests.
 
 mod candidate;
+mod choice;
 mod device_set;
 mod error;
 mod group;
@@ -224,36 +226,24 @@ impl Placer {
         }
     }
 
-    /// Returns those of `rest`, devices in service that satisfy `place`, in the policy's order of
-    /// preference.
+    /// Returns the first of `rest`, devices in service that satisfy `place`, in the order of the
+    /// policy.
     fn ranked<'a>(
         &'a self,
         place: &PlacementRequest,
-        rest: impl Iterator<Item = Candidate<'a>>,
+        mut rest: Vec<Candidate<'a>>,
         turn: u64,
+        most: usize,
     ) -> Result<Vec<Candidate<'a>>, PlaceError> {
         let target = match self.policy {
             Policy::Near => self.device_set.target(place.requested_near()),
             _ => Target::Anywhere,
         };
-        let mut rest: Vec<_> = rest
-            .map(|c| Candidate { far: self.device_set.distance(&c, target), ..self.weigh(c) })
-            .collect();
-        let mut ranked = Vec::with_capacity(rest.len());
-        if let Policy::Custom(custom) = &self.policy {
-            let order = custom.order(place, &rest);
-            let Some(order) = order else {
-                return Err(PlaceError::PolicyPanicked { policy: custom.name });
-            };
-            ranked.extend(order.iter().filter_map(|index| rest.iter().find(|c| c.index == *index)));
-            return Ok(ranked);
+        for device in &mut rest {
+            *device = self.weigh(*device);
+            device.far = self.device_set.distance(device, target);
         }
-        while let Some(pick) =
-            self.policy.pick_from(place, rest.iter().copied(), turn, self.device_set.len())
-        {
-            ranked.extend(rest.extract_if(.., |candidate| candidate.index == pick.index));
-        }
-        Ok(ranked)
+        self.policy.ranked(place, rest, turn, self.device_set.len(), most)
     }
 
     #[cold]
@@ -265,8 +255,8 @@ impl Placer {
         rejections: &mut Rejections,
     ) -> Result<Option<Lease>, PlaceError> {
         let admitted = self.device_set.admitted(place, rejections.devices, now, &self.weights);
-        let rest: Vec<_> = admitted.map(|view| view.candidate(now)).collect();
-        for best in self.ranked(place, rest.into_iter(), turn)? {
+        let rest = admitted.map(|view| view.candidate(now)).collect();
+        for best in self.ranked(place, rest, turn, usize::MAX)? {
             let member = self.device_set.at(best.index, best.generation);
             if let Some(lease) = self.reserve_on(place, best.index, member, rejections) {
                 return Ok(Some(lease));

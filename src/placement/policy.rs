@@ -2,7 +2,7 @@
 //! devices' figures.
 
 use super::{
-    PlacementRequest,
+    PlaceError, PlacementRequest,
     candidate::{Candidate, PolicyInput},
     hash,
 };
@@ -163,25 +163,122 @@ impl Policy {
         devices: usize,
     ) -> Option<S> {
         match self {
+            Self::Weighted(_) => weighted(views, turn),
+            _ => self.by_key(place, turn, devices, Lowest(views))?,
+        }
+    }
+
+    /// Returns the first `most` of `devices`, which satisfy `place`, in the order in which they are
+    /// to be tried.
+    ///
+    /// # Errors
+    /// [`PlaceError::PolicyPanicked`].
+    pub(super) fn ranked<'a>(
+        &self,
+        place: &PlacementRequest,
+        mut devices: Vec<Candidate<'a>>,
+        turn: u64,
+        count: usize,
+        most: usize,
+    ) -> Result<Vec<Candidate<'a>>, PlaceError> {
+        if let Self::Custom(custom) = self {
+            let panicked = PlaceError::PolicyPanicked { policy: custom.name };
+            let order = custom.order(place, &devices).ok_or(panicked)?;
+            let find = |index: usize| devices.iter().find(|device| device.index == index).copied();
+            return Ok(order.into_iter().filter_map(find).take(most).collect());
+        }
+        if !matches!(self, Self::Weighted(_)) {
+            return Ok(self.by_key(place, turn, count, First(devices, most)).unwrap_or_default());
+        }
+        let mut ranked = Vec::new();
+        while ranked.len() < most
+            && let Some(pick) = weighted(devices.iter().copied(), turn)
+        {
+            ranked.extend(devices.extract_if(.., |device| device.index == pick.index));
+        }
+        Ok(ranked)
+    }
+
+    /// Calls `visitor` with the key by which the policy compares devices: the lowest comes first.
+    /// Returns `None` if the policy has none.
+    #[inline]
+    fn by_key<S: PolicyInput, V: KeyVisitor<S>>(
+        &self,
+        place: &PlacementRequest,
+        turn: u64,
+        devices: usize,
+        visitor: V,
+    ) -> Option<V::Output> {
+        Some(match self {
             Self::RoundRobin => {
                 let first = (turn % devices.max(1) as u64) as usize;
-                lowest(views, |s| {
+                visitor.visit(|s| {
                     let index = s.index();
                     if index >= first { index - first } else { index + devices - first }
                 })
             }
-            Self::LeastLoaded => lowest(views, |s| Load::of(s.free(), s.total())),
-            Self::MostFree => lowest(views, |s| Reverse(s.free())),
-            Self::BestFit => lowest(views, S::free),
-            Self::BestCompute => lowest(views, |s| Reverse((s.compute_capability(), s.free()))),
-            Self::Weighted(_) => weighted(views, turn),
+            Self::LeastLoaded => visitor.visit(|s| Load::of(s.free(), s.total())),
+            Self::MostFree => visitor.visit(|s| Reverse(s.free())),
+            Self::BestFit => visitor.visit(S::free),
+            Self::BestCompute => visitor.visit(|s| Reverse((s.compute_capability(), s.free()))),
             Self::Affinity => match place.requested_key() {
-                Some(key) => lowest(views, |s| Reverse(hash::score(key, s.device()))),
-                None => lowest(views, |s| Reverse(s.free())),
+                Some(key) => visitor.visit(|s| Reverse(hash::score(key, s.device()))),
+                None => visitor.visit(|s| Reverse(s.free())),
             },
-            Self::Near => lowest(views, |s| (s.distance(), Reverse(s.free()))),
-            Self::Custom(_) => None,
+            Self::Near => visitor.visit(|s| (s.distance(), Reverse(s.free()))),
+            Self::Weighted(_) | Self::Custom(_) => return None,
+        })
+    }
+}
+
+/// What is done with devices and the key by which they are compared.
+trait KeyVisitor<S> {
+    type Output;
+
+    fn visit<K: PartialOrd>(self, key: impl Fn(&S) -> K) -> Self::Output;
+}
+
+/// Returns the first device with the lowest key.
+struct Lowest<I>(I);
+
+impl<S: PolicyInput, I: Iterator<Item = S>> KeyVisitor<S> for Lowest<I> {
+    type Output = Option<S>;
+
+    #[inline]
+    fn visit<K: PartialOrd>(self, key: impl Fn(&S) -> K) -> Option<S> {
+        let mut best: Option<(K, S)> = None;
+        self.0.for_each(|next| {
+            let key = key(&next);
+            if best.as_ref().is_none_or(|(best, _)| key < *best) {
+                best = Some((key, next));
+            }
+        });
+        best.map(|(_, chosen)| chosen)
+    }
+}
+
+/// Returns this many devices with the lowest keys, in their order.
+struct First<S>(Vec<S>, usize);
+
+impl<S: PolicyInput> KeyVisitor<S> for First<S> {
+    type Output = Vec<S>;
+
+    fn visit<K: PartialOrd>(self, key: impl Fn(&S) -> K) -> Vec<S> {
+        let Self(devices, most) = self;
+        let mut keyed: Vec<_> = devices
+            .into_iter()
+            .enumerate()
+            .map(|(at, device)| (key(&device), at, device))
+            .collect();
+        let order = |a: &(K, usize, S), b: &(K, usize, S)| {
+            a.0.partial_cmp(&b.0).unwrap_or(Ordering::Equal).then(a.1.cmp(&b.1))
+        };
+        if most < keyed.len() {
+            keyed.select_nth_unstable_by(most, order);
+            keyed.truncate(most);
         }
+        keyed.sort_unstable_by(order);
+        keyed.into_iter().map(|(_, _, device)| device).collect()
     }
 }
 
@@ -212,22 +309,6 @@ impl PartialOrd for Load {
         let part = |a: &Self, b: &Self| u128::from(a.used) * u128::from(b.total);
         part(self, other).partial_cmp(&part(other, self))
     }
-}
-
-/// Returns the first element with the lowest key.
-#[inline]
-fn lowest<S: PolicyInput, K: PartialOrd>(
-    views: impl Iterator<Item = S>,
-    key: impl Fn(&S) -> K,
-) -> Option<S> {
-    let mut best: Option<(K, S)> = None;
-    views.for_each(|next| {
-        let key = key(&next);
-        if best.as_ref().is_none_or(|(best, _)| key < *best) {
-            best = Some((key, next));
-        }
-    });
-    best.map(|(_, chosen)| chosen)
 }
 
 /// 2⁶⁴ divided by the golden ratio: the constant whose multiples modulo 1 are spread most evenly.

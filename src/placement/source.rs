@@ -1,11 +1,27 @@
 //! Placement over devices that are not this process's: the interface, and the devices of a node by
 //! its ledgers.
 
-use super::{Candidate, NoFit, PlaceError, PlacementRequest, Policy, RejectReason, RejectedDevice};
+use super::{
+    Candidate, Group, NoFit, PlaceError, PlacementRequest, Policy, RejectReason, RejectedDevice,
+    choice::{
+        ChosenDevice, Refusal, choose, device_to_wait_at, hold_all, is_satisfiable,
+        shards_that_fit, with_grant,
+    },
+    waiting::TICK,
+};
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_driver::{DeviceInfo, Driver};
 use aquifer_ledger::{Ledger, LedgerError, LedgerMemory, Member, Share, folder_of_environment};
-use std::{path::Path, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// The longest wait in the queue of one device, after which the group queues again.
+const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
 /// Devices that requests are placed on, of this process, of its node or of others.
 ///
@@ -22,9 +38,40 @@ pub trait DeviceSource {
     /// Takes all of `bytes` on the device at `index`, or nothing.
     ///
     /// # Errors
-    /// Why the device cannot be taken. Another one is tried then.
+    /// Why the device cannot be taken. Another one is tried then. [`RejectReason::Free`] is waited
+    /// for, other reasons are not.
     fn hold(&self, index: usize, bytes: u64) -> Result<Self::Held, RejectReason>;
+
+    /// Like [`hold`](Self::hold), but waits for the bytes until `deadline`, and only as long as
+    /// `go_on` returns `true`. It is to be called every few milliseconds, with no lock held.
+    ///
+    /// The default tries again every 20 ms. A source that has queues waits in that of the device.
+    ///
+    /// # Errors
+    /// The refusal of the last attempt.
+    fn hold_by(
+        &self,
+        index: usize,
+        bytes: u64,
+        deadline: Instant,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<Self::Held, RejectReason> {
+        loop {
+            let refused = match self.hold(index, bytes) {
+                Ok(held) => return Ok(held),
+                Err(refused) => refused,
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || !go_on() {
+                return Err(refused);
+            }
+            thread::sleep(left.min(TICK));
+        }
+    }
 }
+
+/// What is held for each shard of a group, with its device.
+type Placed<S> = Vec<(DeviceId, <S as DeviceSource>::Held)>;
 
 impl Policy {
     /// Chooses a device of `source` that satisfies `place`, and takes its bytes there. If the
@@ -53,39 +100,182 @@ impl Policy {
         place: &PlacementRequest,
         turn: u64,
     ) -> Result<(DeviceId, S::Held), PlaceError> {
-        if place.size() == 0 {
+        only(self.place_group_in(source, &Group::of(1, place.clone()), turn)?)
+    }
+
+    /// Like [`Policy::place_in`], but waits until a device has room or until `deadline`, as
+    /// [`Policy::place_group_in_by`] does.
+    ///
+    /// # Errors
+    /// [`PlaceError`] with the state at the deadline. Fails at once if no device could ever have
+    /// room.
+    pub fn place_in_by<S: DeviceSource + ?Sized>(
+        &self,
+        source: &S,
+        place: &PlacementRequest,
+        turn: u64,
+        deadline: Option<Instant>,
+    ) -> Result<(DeviceId, S::Held), PlaceError> {
+        only(self.place_group_in_by(source, &Group::of(1, place.clone()), turn, deadline)?)
+    }
+
+    /// Places every shard of a group on devices of `source` as [`Policy::place_in`] does, or none.
+    /// What is held is in the order in which the policy takes the devices.
+    ///
+    /// Devices are chosen as by [`Placer::place_group`](super::Placer::place_group), and held in the
+    /// order of their indices. If one refuses, what was held before is dropped, and the choice is
+    /// made again without it.
+    ///
+    /// ```
+    /// use aquifer::{Group, PlacementRequest, Policy, placement::LedgerDevices, sim::Sim};
+    /// # let folder = std::env::temp_dir().join(format!("aquifer-group-doc-{}", std::process::id()));
+    /// let node = LedgerDevices::join(&Sim::h200(4).driver(), Some(&folder))?;
+    /// let group = Group::of(4, PlacementRequest::bytes(10 << 30)).on_peers();
+    /// let shards = Policy::MostFree.place_group_in(&node, &group, 0)?;
+    /// assert_eq!(shards.len(), 4);
+    /// # std::fs::remove_dir_all(&folder)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`PlaceError`] with every device and the reason why it was not taken. Nothing is held.
+    pub fn place_group_in<S: DeviceSource + ?Sized>(
+        &self,
+        source: &S,
+        group: &Group,
+        turn: u64,
+    ) -> Result<Vec<(DeviceId, S::Held)>, PlaceError> {
+        self.try_group_in(source, group, turn, &mut None)
+    }
+
+    /// Like [`Policy::place_group_in`], but waits until there is room for all shards or until
+    /// `deadline`. Blocks, with no lock held.
+    ///
+    /// The group waits at one device at a time, that which lacks bytes and has the most free, and
+    /// holds nothing meanwhile: so groups of several processes cannot deadlock. All devices are
+    /// looked at every 20 ms.
+    ///
+    /// # Errors
+    /// [`PlaceError`] with the state at the deadline. Fails at once if there can never be room.
+    pub fn place_group_in_by<S: DeviceSource + ?Sized>(
+        &self,
+        source: &S,
+        group: &Group,
+        turn: u64,
+        deadline: Option<Instant>,
+    ) -> Result<Vec<(DeviceId, S::Held)>, PlaceError> {
+        let mut granted = None;
+        loop {
+            let refused = match self.try_group_in(source, group, turn, &mut granted) {
+                Err(PlaceError::Nowhere(refused)) => refused,
+                decided => return decided,
+            };
+            // Nothing is held while the group waits.
+            drop(granted.take());
+            let left = deadline.map_or(LONGEST_WAIT, |deadline| {
+                deadline.saturating_duration_since(Instant::now())
+            });
+            if left.is_zero() || !is_satisfiable(group, source.candidates().into_iter()) {
+                return Err(PlaceError::Nowhere(refused));
+            }
+            let free = |_: usize, device: &RejectedDevice| device.free;
+            let Some(index) = device_to_wait_at(&refused, None, free) else {
+                thread::sleep(left.min(TICK));
+                continue;
+            };
+            let mut looked = Instant::now();
+            let until = looked + left.min(LONGEST_WAIT);
+            let mut go_on = || {
+                if looked.elapsed() < TICK {
+                    return true;
+                }
+                looked = Instant::now();
+                let choice = self.choose_in(source, group, turn, None, &Refusals::new());
+                let Err(PlaceError::Nowhere(refused)) = choice else { return false };
+                device_to_wait_at(&refused, Some(index), free) == Some(index)
+            };
+            let held = source.hold_by(index, group.each.size(), until, &mut go_on);
+            granted = held.ok().map(|held| (index, held));
+        }
+    }
+
+    /// Places a group. It may use what is `granted` on the device of this index.
+    fn try_group_in<S: DeviceSource + ?Sized>(
+        &self,
+        source: &S,
+        group: &Group,
+        turn: u64,
+        granted: &mut Option<(usize, S::Held)>,
+    ) -> Result<Placed<S>, PlaceError> {
+        if group.shards == 0 || group.each.size() == 0 {
             return Err(PlaceError::ZeroSize);
         }
-        let mut devices = source.candidates();
-        if let Self::Weighted(weights) = self {
-            devices.iter_mut().for_each(|device| device.weight = weights.of(device.device));
-        }
-        let mut refused: Vec<Option<RejectReason>> =
-            devices.iter().map(|device| place.objection(device)).collect();
+        let mut refusals = Refusals::new();
         loop {
-            let left = devices.iter().zip(&refused).filter(|(_, refused)| refused.is_none());
-            let left: Vec<Candidate<'_>> = left.map(|(device, _)| *device).collect();
-            let picked = self.pick(place, &left, turn, devices.len());
-            let picked = picked.and_then(|index| left.iter().find(|device| device.index == index));
-            let Some(Candidate { index, device, .. }) = picked.copied() else { break };
-            match source.hold(index, place.size()) {
-                Ok(held) => return Ok((device, held)),
-                Err(why) => {
-                    let at = devices.iter().position(|device| device.index == index);
-                    if let Some(place) = at.and_then(|at| refused.get_mut(at)) {
-                        *place = Some(why);
-                    }
+            let own = granted.as_ref().map(|(index, _)| (*index, group.each.size()));
+            let parts = self.choose_in(source, group, turn, own, &refusals)?;
+            let held =
+                hold_all(&parts, |part| match granted.take_if(|(index, _)| *index == part.index) {
+                    Some((_, held)) => Ok(held),
+                    None => source.hold(part.index, group.each.size()),
+                });
+            match held {
+                Ok(held) => {
+                    return Ok(held.into_iter().map(|(part, held)| (part.device, held)).collect());
+                }
+                Err(Refusal { index, shards, error }) => {
+                    refusals.insert(index, (shards, error));
                 }
             }
         }
-        let devices = devices.iter().zip(refused).map(|(candidate, why)| {
-            let Candidate { device, generation, free, age, .. } = *candidate;
-            let why = why.unwrap_or(RejectReason::NotNamed);
+    }
+
+    /// Chooses devices of a source for a group, by their figures of this moment and by what they
+    /// have refused. `own` is the index of a device, and bytes that the group has there.
+    fn choose_in<S: DeviceSource + ?Sized>(
+        &self,
+        source: &S,
+        group: &Group,
+        turn: u64,
+        own: Option<(usize, u64)>,
+        refusals: &Refusals,
+    ) -> Result<Vec<ChosenDevice>, PlaceError> {
+        let mut devices = source.candidates();
+        for device in &mut devices {
+            *device = with_grant(*device, own);
+            if let Self::Weighted(weights) = self {
+                device.weight = weights.of(device.device);
+            }
+        }
+        let admitted = devices.iter().copied().filter(|device| group.each.admits(device));
+        let room = |device: &Candidate<'_>| {
+            let refused = refusals.get(&device.index).map_or(usize::MAX, |(shards, _)| *shards);
+            shards_that_fit(group, device, device.free).min(refused)
+        };
+        let rank = |rest, most| self.ranked(&group.each, rest, turn, devices.len(), most);
+        if let Some(parts) = choose(group, admitted, room, rank)? {
+            return Ok(parts);
+        }
+        let default_reason =
+            if group.shards > 1 { RejectReason::Alone } else { RejectReason::NotNamed };
+        let devices = devices.iter().map(|candidate| {
+            let Candidate { index, device, generation, free, age, .. } = *candidate;
+            let refused = refusals.get(&index).map(|(_, why)| why.clone());
+            let why = refused.or_else(|| group.each.objection(candidate));
+            let why = why.unwrap_or_else(|| default_reason.clone());
             RejectedDevice { device, generation, free, age, why }
         });
-        let (requested, devices) = (place.size(), devices.collect());
-        Err(PlaceError::Nowhere(Box::new(NoFit { requested, shards: 1, devices })))
+        let (requested, devices) = (group.each.size(), devices.collect());
+        Err(PlaceError::Nowhere(Box::new(NoFit { requested, shards: group.shards, devices })))
     }
+}
+
+/// By the index of a device: the number of shards that it held when it refused one, and why.
+type Refusals = BTreeMap<usize, (usize, RejectReason)>;
+
+/// Returns the one shard of a group of one.
+fn only<H>(mut held: Vec<(DeviceId, H)>) -> Result<(DeviceId, H), PlaceError> {
+    held.pop().ok_or(PlaceError::ZeroSize)
 }
 
 /// The devices of a node, by what their ledgers let this process claim. It needs no pools: it
@@ -194,6 +384,21 @@ impl DeviceSource for LedgerDevices {
         let (_, member) = self.devices.get(index).ok_or(RejectReason::NotNamed)?;
         let claimed = member.claim(bytes).map_err(|_| RejectReason::Free { needs: bytes });
         claimed.map(|()| LedgerHold { member: member.clone(), bytes })
+    }
+
+    /// Asks the other processes of the device to give back what they hold in caches, and takes
+    /// what is released in turn with theirs.
+    fn hold_by(
+        &self,
+        index: usize,
+        bytes: u64,
+        deadline: Instant,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<LedgerHold, RejectReason> {
+        let (_, member) = self.devices.get(index).ok_or(RejectReason::NotNamed)?;
+        let claimed = member.claim_while(bytes, deadline, go_on);
+        claimed.map_err(|_| RejectReason::Free { needs: bytes })?;
+        Ok(LedgerHold { member: member.clone(), bytes })
     }
 }
 

@@ -24,7 +24,7 @@ use std::{
 
 /// The interval at which a blocked thread checks for changes without a wake-up: free memory of
 /// caches and of the driver.
-const TICK: Duration = Duration::from_millis(20);
+pub(super) const TICK: Duration = Duration::from_millis(20);
 
 /// A request that can wait for room.
 pub(super) trait AwaitedRequest: fmt::Debug {

@@ -9,6 +9,7 @@ mod bursts;
 mod by_ledger;
 mod groups;
 mod health;
+mod over_sources;
 mod waits;
 
 use crate::support;

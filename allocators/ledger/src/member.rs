@@ -211,6 +211,20 @@ impl Member {
     /// # Errors
     /// [`ClaimRefused`] of the last attempt, at once if it [is final](ClaimRefused::is_final).
     pub fn claim_by(&self, bytes: u64, deadline: Instant) -> Result<(), ClaimRefused> {
+        self.claim_while(bytes, deadline, || true)
+    }
+
+    /// Like [`claim_by`](Self::claim_by), but waits only as long as `go_on` returns `true`. It is
+    /// called before each attempt, at least every 500 µs, with no lock held.
+    ///
+    /// # Errors
+    /// As [`claim_by`](Self::claim_by).
+    pub fn claim_while(
+        &self,
+        bytes: u64,
+        deadline: Instant,
+        mut go_on: impl FnMut() -> bool,
+    ) -> Result<(), ClaimRefused> {
         let mut refused = match self.claim(bytes) {
             Err(refused) if !refused.is_final() && Instant::now() < deadline => refused,
             decided => return decided,
@@ -218,7 +232,7 @@ impl Member {
         let mut wish = None;
         while !refused.is_final() {
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || !go_on() {
                 break;
             }
             // Another thread of this process may have one. Then this one takes what is left over.

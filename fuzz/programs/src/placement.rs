@@ -8,7 +8,9 @@
 //! - charged bytes are exactly those of the leases and of the pool;
 //! - a lease holds what it was granted minus what was drawn;
 //! - a device that a request excludes, that drains or is lost is never chosen;
-//! - a request fails only if no device has room.
+//! - a request fails only if no device has room;
+//! - a group over devices of others is held as a whole or not at all, and a placer of the same
+//!   devices has room for it too.
 //!
 //! At the end nothing is charged.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
@@ -16,7 +18,10 @@
 use crate::program::{Bytes, MAX_OPS, alone};
 use aquifer::{
     Block, Budget, DeviceId, DevicePool, Group, Lease, MemoryError, PlaceError, PlacementRequest,
-    Placer, Placing, Policy, PoolConfig, Request, Runtime, Stream, placement::Health, sim::Sim,
+    Placer, Placing, Policy, PoolConfig, Request, Runtime, Stream,
+    budget::Reservation,
+    placement::{Candidate, Device as Seen, DeviceSource, Health, RejectReason},
+    sim::Sim,
 };
 use std::{
     future::Future,
@@ -47,6 +52,27 @@ struct Device {
     used: u64,
     generation: u32,
     health: Health,
+}
+
+/// The devices of a placer as devices of others, which are held by their budgets alone.
+struct Others<'a>(&'a Placer);
+
+impl DeviceSource for Others<'_> {
+    type Held = Reservation;
+
+    fn candidates(&self) -> Vec<Candidate<'_>> {
+        let devices = self.0.devices().map(|Seen { seen, health, .. }| {
+            let mut candidate = seen;
+            candidate.free = if health == Health::Serving { seen.free } else { 0 };
+            candidate
+        });
+        devices.collect()
+    }
+
+    fn hold(&self, index: usize, bytes: u64) -> Result<Reservation, RejectReason> {
+        let device = self.0.device(index).ok_or(RejectReason::NotNamed)?;
+        device.pool.budget().reserve(bytes).map_err(RejectReason::Budget)
+    }
 }
 
 struct World {
@@ -221,6 +247,7 @@ impl World {
         let group = Group::of(shards, place.clone()).on_peers();
         let group = if packed { group.packed() } else { group };
         let room = self.admitting(&place);
+        let in_source = self.waits.is_empty() && self.group_in_source(&group);
         match placer.place_group(&group) {
             Ok(leases) => {
                 assert_eq!(leases.len(), shards);
@@ -232,12 +259,32 @@ impl World {
             }
             Err(PlaceError::Nowhere(nowhere)) => {
                 assert!(
-                    room.len() < shards || !self.waits.is_empty(),
+                    !in_source && (room.len() < shards || !self.waits.is_empty()),
                     "{room:?} had room: {nowhere}"
                 );
             }
             Err(other) => panic!("{other}"),
         }
+    }
+
+    /// Places a group over the same devices as those of others, and drops it. Returns whether there
+    /// was room.
+    fn group_in_source(&self, group: &Group) -> bool {
+        let used = || self.devices.iter().map(|device| device.budget.used()).collect::<Vec<_>>();
+        let before = used();
+        let source = Others(&self.placers[0]);
+        let placed = Policy::MostFree.place_group_in(&source, group, 0);
+        if let Ok(held) = &placed {
+            let charged: u64 = used().iter().sum();
+            let bytes: u64 = held.iter().map(|(_, reserved)| reserved.remaining()).sum();
+            assert_eq!(charged, before.iter().sum::<u64>() + bytes, "charged for a group");
+        } else {
+            assert_eq!(used(), before, "a group that was refused has left bytes behind");
+        }
+        let is_placed = placed.is_ok();
+        drop(placed);
+        assert_eq!(used(), before, "a group that was dropped has left bytes behind");
+        is_placed
     }
 
     fn drop_lease(&mut self, bytes: &mut Bytes<'_>) {

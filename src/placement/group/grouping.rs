@@ -8,8 +8,11 @@
 //!   budgets share a root. In several queues at once, two groups could each hold what the other
 //!   needs.
 
-use super::{Group, Lease, PlaceError, Placer, RejectReason};
-use crate::placement::waiting::{AwaitedRequest, QueueEntries, Wait, block_on};
+use super::{Group, Lease, PlaceError, Placer};
+use crate::placement::{
+    choice::device_to_wait_at,
+    waiting::{AwaitedRequest, QueueEntries, Wait, block_on},
+};
 use std::{
     fmt,
     future::Future,
@@ -100,15 +103,7 @@ impl Group {
             let budget = set.current(index).map(|member| member.budget());
             budget.map_or(0, |budget| budget.limit().saturating_sub(budget.used()))
         };
-        let lacking = nowhere.devices.iter().enumerate();
-        let lacking = lacking.filter(|(_, passed)| {
-            matches!(passed.why, RejectReason::Free { .. } | RejectReason::Budget(_))
-        });
-        let best = lacking
-            .map(|(index, _)| index)
-            .max_by_key(|&index| (left(index), current == Some(index)));
-        // If no device lacks bytes, a device has to come back or a pool has to find room. The next
-        // poll detects that.
+        let best = device_to_wait_at(nowhere, current, |index, _| left(index));
         let Some(index) = best.filter(|_| best != current) else { return };
         let Some(member) = set.current(index) else { return };
         entries.clear();

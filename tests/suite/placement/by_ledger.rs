@@ -4,7 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer::{
-    Driver, MemoryError, PlaceError, PlacementRequest, Policy, Request, Runtime,
+    Driver, Group, MemoryError, PlaceError, PlacementRequest, Policy, Request, Runtime,
     placement::{DeviceSource, LedgerDevices, RejectReason},
     sim::Sim,
 };
@@ -17,6 +17,7 @@ use std::{
         atomic::{AtomicU64, Ordering},
     },
     thread,
+    time::{Duration, Instant},
 };
 
 const MIB: u64 = 1 << 20;
@@ -128,4 +129,87 @@ fn processes_that_place_at_one_moment_never_hold_more_than_there_is() {
         }
     });
     assert!(scratch.node(3).candidates().iter().all(|device| device.free == CAPACITY));
+}
+
+/// Returns a deadline that no test reaches.
+fn late() -> Option<Instant> {
+    Instant::now().checked_add(Duration::from_secs(60))
+}
+
+#[test]
+fn groups_of_processes_that_wait_for_each_others_bytes_all_get_through() {
+    let scratch = Scratch::new("groups");
+    let held: [AtomicU64; 3] = Default::default();
+    thread::scope(|threads| {
+        for number in 0..3_usize {
+            let (node, held) = (scratch.node(3), &held);
+            threads.spawn(move || {
+                let group = Group::of(2, PlacementRequest::bytes(60 * MIB));
+                for turn in 0..10 {
+                    let turn = turn + number as u64;
+                    let shards = Policy::RoundRobin.place_group_in_by(&node, &group, turn, late());
+                    let shards = shards.unwrap();
+                    assert_ne!(shards[0].0, shards[1].0);
+                    for (device, _) in &shards {
+                        let of_others = held[device.0 as usize].fetch_add(1, Ordering::SeqCst);
+                        assert_eq!(of_others, 0, "two do not fit");
+                    }
+                    thread::yield_now();
+                    for (device, _) in &shards {
+                        held[device.0 as usize].fetch_sub(1, Ordering::SeqCst);
+                    }
+                }
+            });
+        }
+    });
+    let node = scratch.node(3);
+    assert!(node.candidates().iter().all(|device| device.free == CAPACITY));
+    let never = Group::of(4, PlacementRequest::bytes(MIB));
+    assert!(Policy::MostFree.place_group_in_by(&node, &never, 0, None).is_err(), "at once");
+}
+
+#[test]
+fn a_group_that_waits_gets_what_other_processes_have_in_caches_and_what_they_release() {
+    let scratch = Scratch::new("caches");
+    let sim = Sim::h200(2).capacity(CAPACITY);
+    let server = Runtime::builder().driver(sim.driver()).shared(0).ledger_folder(&scratch.0);
+    let server = server.build().unwrap();
+    let pools = [0, 1].map(|at| server.device(at).unwrap());
+    let streams = pools.map(|pool| pool.stream().unwrap());
+    let block = |at: usize| pools[at].alloc(&streams[at], Request::bytes(60 * MIB)).unwrap();
+    let (cached, live) = (block(0), block(1));
+    drop(cached);
+    let node = scratch.node(2);
+    let group = Group::of(2, PlacementRequest::bytes(60 * MIB));
+    assert!(Policy::MostFree.place_group_in(&node, &group, 0).is_err(), "not without waiting");
+    let soon = Instant::now().checked_add(Duration::from_millis(100));
+    let refused = Policy::MostFree.place_group_in_by(&node, &group, 0, soon);
+    assert!(refused.is_err(), "a live block stays");
+    assert!(node.candidates().iter().all(|device| device.free >= 40 * MIB), "nothing is held");
+    thread::scope(|threads| {
+        let waits = threads.spawn(|| Policy::MostFree.place_group_in_by(&node, &group, 0, late()));
+        thread::sleep(Duration::from_millis(30));
+        drop(live);
+        assert_eq!(waits.join().unwrap().unwrap().len(), 2);
+    });
+}
+
+#[test]
+fn a_wait_for_one_device_is_served_by_another_that_gets_room_first() {
+    let scratch = Scratch::new("either");
+    let (node, other) = (scratch.node(2), scratch.node(2));
+    let on = |device| PlacementRequest::bytes(90 * MIB).only([aquifer::DeviceId(device)]);
+    let [first, second] = [0, 1].map(|at| Policy::MostFree.place_in(&other, &on(at), 0).unwrap());
+    for (freed, kept) in [(first, 1), (second, 0)] {
+        let place = PlacementRequest::bytes(80 * MIB);
+        let (device, _held) = thread::scope(|threads| {
+            let waits = threads.spawn(|| Policy::MostFree.place_in_by(&node, &place, 0, late()));
+            thread::sleep(Duration::from_millis(30));
+            drop(freed);
+            waits.join().unwrap().unwrap()
+        });
+        assert_ne!(device.0, kept);
+        // Full again, before the other one is freed.
+        std::mem::forget(_held);
+    }
 }
