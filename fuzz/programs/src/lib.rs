@@ -24,6 +24,7 @@ pub mod plan;
 pub mod pressure;
 pub mod program;
 mod rig;
+pub mod share;
 pub mod stable;
 pub mod stager;
 pub mod targets;

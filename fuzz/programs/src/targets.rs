@@ -2,7 +2,7 @@
 
 use crate::{
     adapters, agree, arena, budget, device, global, graphs, heap, ledger, mixed, park, pinned,
-    placement, plan, pressure, stable, stager,
+    placement, plan, pressure, share, stable, stager,
 };
 
 /// A fuzz program and its name.
@@ -15,7 +15,7 @@ pub struct Target {
 }
 
 /// All programs, in order of their names.
-pub const TARGETS: [Target; 19] = [
+pub const TARGETS: [Target; 20] = [
     Target { name: "adapters", run: adapters::run },
     Target { name: "agree", run: agree::run },
     Target { name: "arena", run: arena::run },
@@ -33,6 +33,7 @@ pub const TARGETS: [Target; 19] = [
     Target { name: "plan", run: plan::run },
     Target { name: "pressure", run: pressure::run },
     Target { name: "retaining", run: device::run_retaining },
+    Target { name: "share", run: share::run },
     Target { name: "stable", run: stable::run },
     Target { name: "stager", run: stager::run },
 ];

@@ -19,5 +19,6 @@ mod placement;
 mod plan;
 mod pressure;
 mod regressions;
+mod share;
 mod stable;
 mod stager;
