@@ -68,7 +68,7 @@ class Member:
     capacity   its bytes, the same for all members; 0: the ledger exists
     folder     of the ledgers, else that of AQUIFER_LEDGER
     guarantee  a claim up to this sum comes before those of others beyond their guarantees
-    limit      the most that this member claims, else the capacity
+    limit      the most that this member claims, else the capacity; limits of administrators for the process count beside it
     priority   of members that wait beyond their guarantees, higher ones come first
     reserve    the guarantee is kept free while it is not used, and not lent
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from unittest import mock
 
 from aquifer_torch import AquiferError
 from aquifer_torch.ledger import ClaimRefused, GuaranteeRefused, Member, figures, names
@@ -122,6 +123,17 @@ class LedgerTests:
         ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         self.assertEqual(ran.stdout, "True 40 2\n")
         self.assertEqual(figures("simulated-0", self.folder)["members"], [])
+
+    def test_limits_of_administrators_count_beside_its_own(self):
+        with mock.patch.dict(os.environ, CUDA_MPS_PINNED_DEVICE_MEM_LIMIT="1=60"):
+            for limit, expected in [(0, 60), (90, 60), (30, 30)]:
+                with Member("GPU-1", 100, folder=self.folder, limit=limit) as member:
+                    self.assertEqual(member.limit, expected)
+                    with self.assertRaises(ClaimRefused) as refused:
+                        member.claim(expected + 1, wait=60)
+                    self.assertTrue(refused.exception.is_final)
+            with self.join() as other:
+                self.assertEqual(other.limit, 100)
 
     def test_a_killed_process_has_no_claim(self):
         environment = {**os.environ, "PYTHONPATH": str(PACKAGE)}

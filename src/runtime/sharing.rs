@@ -101,7 +101,7 @@ impl Sharing {
                 expected: "host memory that no device has for its own",
             });
         }
-        let cap = topology.host_cap()?.value.map_or(u64::MAX, |cap| cap / 2);
+        let cap = topology.pinned_cap()?.value.unwrap_or(u64::MAX);
         Ledger::open(folder, &LedgerMemory::Pinned.to_string(), pinned_capacity(topology))
             .and_then(|ledger| self.share(guarantee).limit(cap).join(ledger))
             .and_then(|member| member.budget("pinned memory of all processes", || None))

@@ -671,16 +671,19 @@ typedef struct aq_ledger_options {
                            with less are limited to that. 0: the ledger must exist */
     uint64_t guarantee; /* a claim up to this sum comes before those of others beyond their
                            guarantees. Bytes that are not claimed are lent */
-    uint64_t limit;     /* the most that this member claims; 0: the capacity */
+    uint64_t limit;     /* the most that this member claims; 0: the capacity. Limits that
+                           administrators set for the process on the memory, in its control groups
+                           and in CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, count beside it */
     int32_t priority;   /* beyond guarantees, waiting members of higher priority come first */
     uint32_t reserve;   /* nonzero: the guarantee is not lent */
 } aq_ledger_options;
 
 /* Joins a ledger, and stores the membership in `*member`. A process may be several members. May
  * block for up to a second while others join.
- * AQ_ERROR_NULL, _VERSION, _BAD_SETTING; _BAD_ARGUMENT for a bad name, or a guarantee above the
- * limit; _OUT_OF_BUDGET if the guarantees of all members would exceed the capacity; _CAPACITY if
- * there are 256 members; _BUSY if another process kept the ledger locked; _SYSTEM. */
+ * AQ_ERROR_NULL, _VERSION; _BAD_SETTING, also for a limit of an administrator that cannot be read;
+ * _BAD_ARGUMENT for a bad name, or a guarantee above the limit, also an administrator's;
+ * _OUT_OF_BUDGET if the guarantees of all members would exceed the capacity; _CAPACITY if there are
+ * 256 members; _BUSY if another process kept the ledger locked; _SYSTEM. */
 aq_status aq_ledger_join(const aq_ledger_options *options, aq_member *member);
 
 /* Ends a membership, with its claims. A claim of another thread that waits ends first.

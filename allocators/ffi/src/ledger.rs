@@ -5,6 +5,7 @@
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
+    caps::cap_of,
     entry::{
         CallResult, c_str_of, caller_size, enter, install_panic_hook, null, require, text,
         write_out, write_out_if_set,
@@ -184,14 +185,13 @@ impl aq_ledger_options {
     unsafe fn join(&self) -> CallResult<Member> {
         // SAFETY: 1. Guaranteed by the caller.
         let (folder, name) = unsafe { (folder_of(self.folder)?, name_of(self.name)?) };
+        let own = Some(self.limit).filter(|limit| *limit > 0);
+        let limit = own.into_iter().chain(cap_of(&name)?).min().unwrap_or(u64::MAX);
         let ledger = match self.capacity {
             0 => Ledger::existing(&folder, &name)?,
             capacity => Ledger::open(&folder, &name, capacity)?,
         };
-        let mut share = Share::new().guarantee(self.guarantee).priority(self.priority);
-        if self.limit > 0 {
-            share = share.limit(self.limit);
-        }
+        let mut share = Share::new().guarantee(self.guarantee).limit(limit).priority(self.priority);
         if self.reserve != 0 {
             share = share.reserve();
         }

@@ -111,6 +111,12 @@ pub(crate) fn open_or_closing(id: aq_runtime) -> CallResult<Arc<SharedRuntime>> 
     found.ok_or_else(|| no_runtime(id))
 }
 
+/// Returns all open runtimes.
+pub(crate) fn all_open() -> Vec<Arc<SharedRuntime>> {
+    let all = runtimes().read().unwrap_or_else(PoisonError::into_inner);
+    all.values().filter(|shared| !shared.closed.load(Ordering::Acquire)).cloned().collect()
+}
+
 /// Returns the reason why there is no such runtime.
 #[cold]
 pub(crate) fn no_runtime(id: aq_runtime) -> Failure {

@@ -230,8 +230,36 @@ static void runtimes(void) {
     aq_text_free(name);
 }
 
+/* The limits that administrators set for a process count beside its own. */
+static void caps(void) {
+    CHECK(setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=64,1=32", 1) == 0);
+    const struct { const char *name; uint64_t limit, expected; } cases[] = {
+        {"GPU-1", 0, 32}, {"GPU-1", 20, 20}, {"GPU-2", 0, 100}, {"simulated-0", 90, 64}, {"claims", 0, 100},
+    };
+    for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
+        aq_member member = join(cases[n].name, 0, cases[n].limit);
+        uint64_t limit = 0;
+        OK(aq_ledger_member(member, NULL, &limit, NULL, NULL));
+        CHECK(limit == cases[n].expected);
+        OK(aq_ledger_claim(member, limit, 0));
+        ANSWERS(AQ_ERROR_OUT_OF_BUDGET, aq_ledger_claim(member, 1, 60 * SECOND));
+        OK(aq_ledger_leave(member));
+    }
+    aq_member member = 7;
+    aq_ledger_options options = terms("GPU-1", 100);
+    options.guarantee = 33;
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_ledger_join(&options, &member));
+    CHECK(setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "a lot", 1) == 0);
+    options = terms("own", 100);
+    OK(aq_ledger_join(&options, &member));
+    OK(aq_ledger_leave(member));
+    options = terms("GPU-3", 100);
+    ANSWERS(AQ_ERROR_BAD_SETTING, aq_ledger_join(&options, &member));
+    CHECK(unsetenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT") == 0);
+}
+
 static void removes_folder(void) {
-    const char *names[] = {"refused", "claims", "waits", "deaths", "simulated-0"};
+    const char *names[] = {"refused", "claims", "waits", "deaths", "simulated-0", "GPU-1", "GPU-2", "own"};
     for (size_t n = 0; n < sizeof names / sizeof *names; n++) {
         char path[128];
         snprintf(path, sizeof path, "%s/%s.ledger", folder, names[n]);
@@ -246,10 +274,11 @@ int main(void) {
     refusals();
     claims();
     waits();
+    caps();
     runtimes();
     char *json = NULL;
     OK(aq_ledger_names(folder, &json));
-    CHECK(!strcmp(json, "[\"claims\",\"deaths\",\"refused\",\"simulated-0\",\"waits\"]"));
+    CHECK(!strcmp(json, "[\"GPU-1\",\"GPU-2\",\"claims\",\"deaths\",\"own\",\"refused\",\"simulated-0\",\"waits\"]"));
     aq_text_free(json);
     removes_folder();
     puts("ledger: claims end with their process");

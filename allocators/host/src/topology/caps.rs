@@ -6,8 +6,10 @@ use super::{
     groups,
 };
 use aquifer_driver::DeviceInfo;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+/// A folder for each GPU, named by its address, of NVIDIA's kernel driver.
+const GPUS: &str = "/proc/driver/nvidia/gpus";
 /// The form of the values of [`MPS_VARIABLE`].
 const MPS_FORM: &str = "ordinals with limits, such as 0=1G,1=512MB";
 
@@ -66,6 +68,36 @@ impl Topology {
         Ok(least)
     }
 
+    /// Reads the most pinned memory that this process claims of what processes share: half of what
+    /// its control groups let it take, see [`Topology::host_cap`].
+    ///
+    /// # Errors
+    /// As [`Topology::host_cap`].
+    pub fn pinned_cap(&self) -> Result<Found<u64>, TopologyError> {
+        let Found { value, source } = self.host_cap()?;
+        Ok(Found { value: value.map(|cap| cap / 2), source })
+    }
+
+    /// Reads the address of the GPU with this UUID, as NVIDIA's kernel driver lists it without a
+    /// context. Returns `None` if it lists no such GPU.
+    ///
+    /// # Errors
+    /// [`TopologyError::Unreadable`].
+    pub fn gpu_address(&self, uuid: &[u8; 16]) -> Result<Option<PciAddress>, TopologyError> {
+        let gpus = PathBuf::from(GPUS);
+        for name in self.files.names(&gpus) {
+            let Some(text) = self.files.text(&gpus.join(&name).join("information"))? else {
+                continue;
+            };
+            let fields = text.lines().filter_map(|line| line.split_once(':'));
+            let found = fields.filter(|(field, _)| field.trim() == "GPU UUID");
+            if found.into_iter().any(|(_, value)| parse_uuid(value) == Some(*uuid)) {
+                return Ok(name.parse().ok());
+            }
+        }
+        Ok(None)
+    }
+
     /// Returns the topology as if `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` had this value.
     #[must_use]
     pub fn with_mps_limit(mut self, value: &str) -> Self {
@@ -87,6 +119,13 @@ fn region_cap(path: &Path, text: &str, device: PciAddress) -> Result<Option<u64>
         least = Some(least.map_or(cap, |least| least.min(cap)));
     }
     Ok(least)
+}
+
+/// Parses a UUID such as `GPU-01234567-89ab-cdef-0123-456789abcdef`.
+fn parse_uuid(text: &str) -> Option<[u8; 16]> {
+    let digits = text.trim().strip_prefix("GPU-")?.replace('-', "");
+    let is_uuid = digits.len() == 32;
+    is_uuid.then(|| u128::from_str_radix(&digits, 16).ok()).flatten().map(u128::to_be_bytes)
 }
 
 /// Returns the limit of a device in a list such as `0=1G,1=512MB`. Suffixes are powers of 1024.

@@ -2,7 +2,7 @@
 
 use crate::machine::Machine;
 use aquifer_driver::{DeviceId, DeviceInfo};
-use aquifer_host::topology::{Found, Provenance, TopologyError};
+use aquifer_host::topology::{Found, PciAddress, Provenance, TopologyError};
 
 const GIB: u64 = 1 << 30;
 const MPS: Provenance = Provenance::Variable("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT");
@@ -74,6 +74,30 @@ fn host_memory_is_capped_by_the_least_limit_of_all_groups() {
     let source = file("/sys/fs/cgroup/tenants/memory.max");
     assert_eq!(machine.read().host_cap(), Ok(Found::known(8 * GIB, source)));
     machine.write("sys/fs/cgroup/tenants/job/memory.high", &format!("{}\n", 6 * GIB));
-    let source = file("/sys/fs/cgroup/tenants/job/memory.high");
-    assert_eq!(machine.read().host_cap(), Ok(Found::known(6 * GIB, source)));
+    let source = || file("/sys/fs/cgroup/tenants/job/memory.high");
+    assert_eq!(machine.read().host_cap(), Ok(Found::known(6 * GIB, source())));
+    assert_eq!(machine.read().pinned_cap(), Ok(Found::known(3 * GIB, source())));
+}
+
+#[test]
+fn the_address_of_a_gpu_is_found_by_its_uuid_where_the_kernel_driver_lists_it() {
+    let machine = in_group("gpus");
+    let uuid = |last: u8| std::array::from_fn(|at| if at == 15 { last } else { at as u8 });
+    assert_eq!(machine.read().gpu_address(&uuid(1)), Ok(None), "no such driver");
+    let information = |last: u8| {
+        format!(
+            "Model: \t\t NVIDIA H100\nIRQ:   \t\t 12\n\
+             GPU UUID: \t GPU-00010203-0405-0607-0809-0A0B0C0D0E{last:02x}\nBus Type: \t PCIe\n"
+        )
+    };
+    for (address, last) in [("0000:1b:00.0", 1), ("0001:3b:00.0", 2)] {
+        machine
+            .write(&format!("proc/driver/nvidia/gpus/{address}/information"), &information(last));
+    }
+    machine.write("proc/driver/nvidia/gpus/0002:00:00.0/information", "GPU UUID: \t GPU-??\n");
+    let host = machine.read();
+    let address = |text: &str| Ok(text.parse::<PciAddress>().ok());
+    assert_eq!(host.gpu_address(&uuid(1)), address("0000:1b:00.0"));
+    assert_eq!(host.gpu_address(&uuid(2)), address("0001:3b:00.0"));
+    assert_eq!(host.gpu_address(&uuid(3)), Ok(None));
 }
