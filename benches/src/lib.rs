@@ -13,6 +13,7 @@
 //! |---|---|
 //! | `arena` | arenas |
 //! | `budget` | budgets |
+//! | `cluster` | placement over the devices of thousands of simulated nodes |
 //! | `device` | device memory |
 //! | `global` | the overhead of the global allocator over those it wraps |
 //! | `pinned` | pinned memory |
@@ -38,6 +39,7 @@
 mod arena;
 mod bed;
 mod budget;
+mod cluster;
 mod device;
 mod file;
 mod global;
@@ -55,7 +57,7 @@ mod stage;
 pub use file::{LoadError, LoadReport, load_file};
 pub use plot::{BenchRun, PictureFile, PlotError, picture};
 pub use report::BenchReport;
-pub use settings::{Benchmark, RowSelection, StageOptions};
+pub use settings::{Benchmark, ClusterOptions, RowSelection, StageOptions};
 pub use sheet::BenchError;
 
 /// Measures the selected rows of a benchmark. Its progress is displayed on stderr if that is a
@@ -76,6 +78,7 @@ pub fn run(benchmark: &Benchmark, rows: &RowSelection) -> Result<BenchReport, Be
     match benchmark {
         Benchmark::Arena { device } => arena::run(*device, rows),
         Benchmark::Budget => budget::run(rows),
+        Benchmark::Cluster(options) => cluster::run(options, rows),
         Benchmark::Device { device, driver } => device::run(*device, *driver, rows),
         Benchmark::Global => global::run(rows),
         Benchmark::Pinned { device } => pinned::run(*device, rows),

@@ -22,6 +22,8 @@ pub(crate) enum Unit {
     MsPerGib,
     /// Per cent. Not a time.
     Percent,
+    /// A number of messages. Not a time.
+    Messages,
     /// 10⁹ bytes per second. Such a row stores the nanoseconds per 10⁹ bytes, so that its ratio is
     /// one of times as well.
     GbPerSecond,
@@ -41,13 +43,14 @@ impl Unit {
             Self::UsPerGib => "µs/GiB",
             Self::MsPerGib => "ms/GiB",
             Self::Percent => "%",
+            Self::Messages => "messages",
             Self::GbPerSecond => "GB/s",
             Self::CpuPerGib => "CPU s/GiB",
         }
     }
 
     /// Every unit.
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::NsPerPair,
         Self::NsPerOperation,
         Self::NsPerCall,
@@ -56,6 +59,7 @@ impl Unit {
         Self::UsPerGib,
         Self::MsPerGib,
         Self::Percent,
+        Self::Messages,
         Self::GbPerSecond,
         Self::CpuPerGib,
     ];
@@ -81,7 +85,11 @@ impl Unit {
     /// Returns the length of its unit of time in nanoseconds.
     fn nanoseconds(self) -> f64 {
         match self {
-            Self::NsPerPair | Self::NsPerOperation | Self::NsPerCall | Self::Percent => 1.0,
+            Self::NsPerPair
+            | Self::NsPerOperation
+            | Self::NsPerCall
+            | Self::Percent
+            | Self::Messages => 1.0,
             Self::Us | Self::UsPerHandle | Self::UsPerGib => 1e3,
             Self::MsPerGib => 1e6,
             Self::GbPerSecond | Self::CpuPerGib => 1e9,
@@ -100,6 +108,9 @@ impl Unit {
     pub(crate) fn of(self, ns: f64) -> String {
         if self == Self::Percent {
             return format!("{ns:.2} %");
+        }
+        if self == Self::Messages {
+            return format!("{ns:.1}");
         }
         if self == Self::GbPerSecond {
             return format!("{:.1} GB/s", self.value(ns));
@@ -249,5 +260,6 @@ mod tests {
         assert_eq!(Unit::NsPerOperation.of(228_000.0), "228 µs/op");
         assert_eq!(Unit::Us.of(5_120.0), "5.12 µs");
         assert_eq!(Unit::Percent.of(2.106), "2.11 %");
+        assert_eq!(Unit::Messages.of(2.26), "2.3");
     }
 }

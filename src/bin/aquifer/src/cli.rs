@@ -4,7 +4,7 @@ use crate::{
     amount::{Amount, AmountError},
     listen_address::ListenAddress,
 };
-use aquifer_benches::{Benchmark, RowSelection, StageOptions};
+use aquifer_benches::{Benchmark, ClusterOptions, RowSelection, StageOptions};
 use aquifer_console::place::DeviceChoice;
 use aquifer_formats::trace::TraceDevice;
 use aquifer_host::{StagerConfig, Stores};
@@ -265,6 +265,12 @@ of it. Takes some seconds.")]
 A ratio is the placer's time over that of a vector of free bytes behind a lock in the
 same run. No GPU is part of it. Takes most of a minute.")]
     Placement(BenchPlacement),
+    /// Choosing devices of a simulated cluster: by each policy, with queues, deaths and old
+    /// figures
+    #[command(after_help = "\
+The time to place is measured. All other figures are those of a simulation, the same
+for the same seed. No GPU is part of it. Takes some minutes.")]
+    Cluster(BenchCluster),
 }
 
 impl Benched {
@@ -288,6 +294,9 @@ impl Benched {
             Self::Global(args) => (Benchmark::Global, args.rows),
             Self::Budget(args) => (Benchmark::Budget, args.rows),
             Self::Placement(args) => (Benchmark::Placement, args.rows),
+            Self::Cluster(BenchCluster { nodes, seed, rows }) => {
+                (Benchmark::Cluster(ClusterOptions { nodes, seed }), rows)
+            }
         }
     }
 }
@@ -341,6 +350,20 @@ pub(crate) struct BenchBudget {
 /// Flags of `bench placement`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchPlacement {
+    /// Row selection and output format
+    #[command(flatten)]
+    pub(crate) rows: RowFlags,
+}
+
+/// Flags of `bench cluster`.
+#[derive(Args, Debug)]
+pub(crate) struct BenchCluster {
+    /// Nodes of eight devices, by default 1250
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) nodes: Option<u32>,
+    /// Seed of arrivals, lengths and deaths
+    #[arg(long, value_name = "NUMBER", default_value_t = 0)]
+    pub(crate) seed: u64,
     /// Row selection and output format
     #[command(flatten)]
     pub(crate) rows: RowFlags,
