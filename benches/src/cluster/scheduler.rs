@@ -19,13 +19,13 @@ pub(super) struct Scheduler {
 }
 
 /// The nodes that one request is placed on.
-struct Offer<'a> {
+struct NodeOffer<'a> {
     scheduler: &'a Scheduler,
     /// Nodes, or none for all.
     nodes: Option<Vec<usize>>,
 }
 
-impl Offer<'_> {
+impl NodeOffer<'_> {
     fn device(&self, index: usize) -> usize {
         match &self.nodes {
             Some(nodes) => nodes[index / DEVICES] * DEVICES + index % DEVICES,
@@ -34,7 +34,7 @@ impl Offer<'_> {
     }
 }
 
-impl DeviceSource for Offer<'_> {
+impl DeviceSource for NodeOffer<'_> {
     type Held = Shard;
 
     fn candidates(&self) -> Vec<Candidate<'_>> {
@@ -109,7 +109,7 @@ impl Scheduler {
         turn: u64,
         nodes: Option<Vec<usize>>,
     ) -> Result<Vec<Shard>, PlaceError> {
-        let placed = policy.place_group_in(&Offer { scheduler: self, nodes }, group, turn)?;
+        let placed = policy.place_group_in(&NodeOffer { scheduler: self, nodes }, group, turn)?;
         Ok(placed.into_iter().map(|(_, shard)| shard).collect())
     }
 }

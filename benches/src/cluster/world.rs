@@ -74,12 +74,12 @@ pub(super) struct Settings {
 pub(super) struct Figures {
     /// Nanoseconds of the placements that succeeded, in order. These are measured.
     pub(super) times: Vec<u64>,
-    pub(super) outcome: Outcome,
+    pub(super) outcome: ClusterOutcome,
 }
 
 /// What does not depend on the machine.
 #[derive(Clone, PartialEq, Debug, Default)]
-pub(super) struct Outcome {
+pub(super) struct ClusterOutcome {
     pub(super) placed: u64,
     /// Attempts that found no room.
     pub(super) refused: u64,
@@ -109,7 +109,7 @@ struct Job {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-enum Event {
+enum ClusterEvent {
     Arrival,
     Round,
     /// The job in this place ends, if it is still its start of this number.
@@ -129,7 +129,7 @@ pub(super) struct World {
     running: Vec<Running>,
     /// Places of `running` without a job.
     idle: Vec<usize>,
-    events: BinaryHeap<Reverse<(Time, u64, Event)>>,
+    events: BinaryHeap<Reverse<(Time, u64, ClusterEvent)>>,
     /// Orders events of one time.
     number: u64,
     now: Time,
@@ -191,8 +191,8 @@ impl World {
             parts: Default::default(),
             messages_before: 0,
         };
-        world.plan(0, Event::Arrival);
-        world.plan(ROUND, Event::Round);
+        world.plan(0, ClusterEvent::Arrival);
+        world.plan(ROUND, ClusterEvent::Round);
         for node in 0..world.settings.nodes {
             world.plan_death(node);
         }
@@ -210,11 +210,11 @@ impl World {
                 break;
             }
             match event {
-                Event::Arrival => self.arrive(),
-                Event::Round => self.round(),
-                Event::End(at, start) => self.end(at, start),
-                Event::Down(node) => self.take_down(node),
-                Event::Up(node) => {
+                ClusterEvent::Arrival => self.arrive(),
+                ClusterEvent::Round => self.round(),
+                ClusterEvent::End(at, start) => self.end(at, start),
+                ClusterEvent::Down(node) => self.take_down(node),
+                ClusterEvent::Up(node) => {
                     self.nodes.start(node);
                     self.plan_death(node);
                 }
@@ -233,14 +233,14 @@ impl World {
         self.figures
     }
 
-    fn plan(&mut self, at: Time, event: Event) {
+    fn plan(&mut self, at: Time, event: ClusterEvent) {
         self.number += 1;
         self.events.push(Reverse((at, self.number, event)));
     }
 
     fn plan_death(&mut self, node: usize) {
         let lives = exponential(&mut self.random, self.settings.node_lives * 3600.0);
-        self.plan(self.now + lives, Event::Down(node));
+        self.plan(self.now + lives, ClusterEvent::Down(node));
     }
 
     fn counts(&self) -> bool {
@@ -267,7 +267,7 @@ impl World {
         let cluster = (self.settings.nodes * DEVICES) as f64 * CAPACITY as f64;
         let pause = mean_bytes() * LENGTH / (cluster * self.settings.load as f64 / 100.0);
         let next = self.now + exponential(&mut self.random, pause);
-        self.plan(next, Event::Arrival);
+        self.plan(next, ClusterEvent::Arrival);
         if let Some(job) = self.start(job) {
             self.queues[job.scheduler].push_back(job);
         }
@@ -328,7 +328,7 @@ impl World {
         });
         let start = self.number;
         self.running[at] = Some((job, shards, start));
-        self.plan(self.now + length, Event::End(at, start));
+        self.plan(self.now + length, ClusterEvent::End(at, start));
         None
     }
 
@@ -340,7 +340,7 @@ impl World {
 
     /// Nodes report what has changed, and each scheduler tries its queue in order.
     fn round(&mut self) {
-        self.plan(self.now + ROUND, Event::Round);
+        self.plan(self.now + ROUND, ClusterEvent::Round);
         for node in self.nodes.take_changed() {
             self.nodes.count(self.schedulers.len() as u64);
             self.schedulers.iter().for_each(|scheduler| scheduler.hear_of(node));
@@ -364,7 +364,7 @@ impl World {
         if !self.nodes.stop(node) {
             return;
         }
-        self.plan(self.now + NODE_IS_DOWN, Event::Up(node));
+        self.plan(self.now + NODE_IS_DOWN, ClusterEvent::Up(node));
         for at in 0..self.running.len() {
             let is_there = |(_, shards, _): &mut (Job, Vec<Shard>, u64)| {
                 shards.iter().any(|s| s.node() == node)
@@ -421,7 +421,7 @@ mod tests {
         ] {
             let mut settings = Settings { sample, load: 120, ..settings(40, policy) };
             settings.seconds = (300, 1500);
-            let Outcome { placed, refused, utilisation, fairness, lost, left, .. } =
+            let ClusterOutcome { placed, refused, utilisation, fairness, lost, left, .. } =
                 run(settings).outcome;
             assert!(placed > 500 && refused > 0 && lost > 0, "{placed} {refused} {lost}");
             assert!(utilisation > 0.6 && utilisation <= 1.0, "{utilisation}");
@@ -434,7 +434,7 @@ mod tests {
     fn an_idle_cluster_places_at_once_with_two_messages_for_each_shard_and_its_reports() {
         let mut settings = Settings { load: 5, schedulers: 1, ..settings(20, Policy::MostFree) };
         settings.node_lives = 1e6;
-        let Outcome { placed, refused, messages, longest_wait, fairness, .. } =
+        let ClusterOutcome { placed, refused, messages, longest_wait, fairness, .. } =
             run(settings).outcome;
         assert_eq!((refused, longest_wait), (0, 0));
         assert!((fairness - 1.0).abs() < 1e-9);

@@ -121,7 +121,7 @@ impl Message {
             0 => self.sent.push(Sent::of_something_else()),
             1 => drop(self.sent.pop()),
             2 if count > 0 => {
-                self.sent[usize::from(bytes.u8()) % count] = Sent::of_something_else()
+                self.sent[usize::from(bytes.u8()) % count] = Sent::of_something_else();
             }
             3 => {
                 let more = usize::from(bytes.choice(20));

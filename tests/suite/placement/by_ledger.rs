@@ -200,9 +200,10 @@ fn a_wait_for_one_device_is_served_by_another_that_gets_room_first() {
     let (node, other) = (scratch.node(2), scratch.node(2));
     let on = |device| PlacementRequest::bytes(90 * MIB).only([aquifer::DeviceId(device)]);
     let [first, second] = [0, 1].map(|at| Policy::MostFree.place_in(&other, &on(at), 0).unwrap());
+    let mut holds = Vec::new();
     for (freed, kept) in [(first, 1), (second, 0)] {
         let place = PlacementRequest::bytes(80 * MIB);
-        let (device, _held) = thread::scope(|threads| {
+        let (device, held) = thread::scope(|threads| {
             let waits = threads.spawn(|| Policy::MostFree.place_in_by(&node, &place, 0, late()));
             thread::sleep(Duration::from_millis(30));
             drop(freed);
@@ -210,6 +211,6 @@ fn a_wait_for_one_device_is_served_by_another_that_gets_room_first() {
         });
         assert_ne!(device.0, kept);
         // Full again, before the other one is freed.
-        std::mem::forget(_held);
+        holds.push(held);
     }
 }
