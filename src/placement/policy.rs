@@ -110,7 +110,7 @@ impl Policy {
     ///
     /// The result is validated: devices that are unknown, do not satisfy the request or are
     /// repeated are skipped. If the function panics, the request fails with
-    /// [`PlaceError::PolicyPanicked`](super::PlaceError::PolicyPanicked).
+    /// [`PlaceError::PolicyPanicked`].
     ///
     /// ```
     /// use aquifer::{PlacementRequest, Policy, Runtime, sim::Sim};
