@@ -2,7 +2,7 @@
 
 use crate::DeviceId;
 
-/// Where memory is, such as that of an event or of a reclaimer.
+/// The kind of memory, and the device or the NUMA node that it belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "lowercase"))]
 #[non_exhaustive]

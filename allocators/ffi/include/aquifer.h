@@ -338,7 +338,8 @@ typedef struct aq_stats {
     uint64_t host_waits;     /* count: waits of the host */
     uint64_t plan_hits;      /* count: allocations that the plan has served */
     uint64_t plan_strays;    /* count: those that it has not, while it was in use */
-    uint64_t plan_overlaps;  /* count: those of plan_strays whose place was still held */
+    uint64_t plan_overlaps;  /* count: those of plan_strays whose place was still held, or
+                                not ordered */
     uint64_t plan_resynchronisations; /* count: how often the position in the plan was lost and
                                          found again */
 } aq_stats;

@@ -32,12 +32,12 @@ fn device_of(memory: &LedgerMemory, name: &str, topology: &Topology) -> CallResu
     }
     // No device has this ordinal.
     let ordinal = memory.ordinal().unwrap_or(u32::MAX);
-    let address = match memory {
-        LedgerMemory::Uuid(uuid) => topology.gpu_address(uuid).map_err(MemoryError::from)?,
-        _ => None,
-    };
     let mut info = DeviceInfo::new(DeviceId(ordinal), name.to_owned(), 0);
-    let address = address.map(|address| address.to_string());
-    info.pci_address = address.or_else(|| memory.address().map(str::to_owned));
+    info.pci_address = match memory.uuid() {
+        Some(uuid) => {
+            topology.gpu_address(&uuid).map_err(MemoryError::from)?.map(|a| a.to_string())
+        }
+        None => memory.address().map(str::to_owned),
+    };
     Ok(info)
 }

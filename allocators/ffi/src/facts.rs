@@ -94,7 +94,7 @@ pub struct aq_stats {
     pub plan_hits: u64,
     /// Number of allocations that it has not served while it was in use.
     pub plan_strays: u64,
-    /// Those of `plan_strays` whose place was still held.
+    /// Those of `plan_strays` whose place was still held, or not ordered.
     pub plan_overlaps: u64,
     /// How often the position in the plan was lost and found again.
     pub plan_resynchronisations: u64,

@@ -26,17 +26,15 @@
 mod deferred;
 mod over;
 mod probe;
+mod scoped;
+mod serve;
 mod table;
 
 pub use crate::scope::Route;
 pub use over::Over;
 pub use probe::is_installed;
+pub use scoped::{route, unrouted};
 pub use table::{RouteId, RoutesFull, register};
 
 pub(crate) use scoped::scoped;
-pub use scoped::{route, unrouted};
-
-mod scoped;
-mod serve;
-
 pub(crate) use serve::{Reallocation, allocate, allocate_zeroed, deallocate, figures, reallocate};

@@ -1,8 +1,8 @@
 //! What other processes are shown of the account.
 //!
 //! The figures are published where the shared account crosses a multiple of
-//! [`STEP`](crate::slots::charged::STEP), so most allocations do nothing for it. A publication allocates
-//! nothing, takes no lock and makes no system call.
+//! [`STEP`](crate::slots::charged::STEP), so most allocations do nothing for it. A publication
+//! allocates nothing, takes no lock and makes no system call.
 
 use super::figures;
 use crate::slots::charged::{CAP, ON_STEP};

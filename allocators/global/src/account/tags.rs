@@ -151,7 +151,7 @@ fn figures(tag: u16) -> (Held, Allocated) {
     };
     let (mut credit, mut blocks) = (0u64, row.blocks.load(Ordering::Relaxed));
     for slot in slots() {
-        let cell = &slot.cells.of(tag);
+        let cell = slot.cells.of(tag);
         if cell.tag.load(Ordering::Relaxed) == u64::from(tag) {
             credit = credit.wrapping_add(cell.credit.load(Ordering::Relaxed));
             blocks = blocks.wrapping_add(cell.blocks.load(Ordering::Relaxed));

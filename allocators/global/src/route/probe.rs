@@ -2,8 +2,7 @@
 #![expect(unsafe_code, reason = "implements an unsafe trait; probes the global allocator")]
 
 use super::{Route, scoped, serve};
-use crate::scope::Scope;
-use crate::thread_state::THREAD_STATE;
+use crate::{scope::Scope, thread_state::THREAD_STATE};
 use std::{alloc::Layout, cell::Cell, hint::black_box, ops::Range, ptr::NonNull};
 
 /// A route that records calls and serves nothing.

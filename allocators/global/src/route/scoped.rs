@@ -2,8 +2,10 @@
 #![expect(unsafe_code, reason = "reads the scope on the stack")]
 
 use super::table::RouteId;
-use crate::scope::Scope;
-use crate::thread_state::{THREAD_STATE, ThreadState};
+use crate::{
+    scope::Scope,
+    thread_state::{THREAD_STATE, ThreadState},
+};
 use std::ptr;
 
 impl Scope {

@@ -2,8 +2,10 @@
 #![expect(unsafe_code, reason = "calls routes with blocks of theirs")]
 
 use super::{Route, deferred, table};
-use crate::scope::Scope;
-use crate::thread_state::{THREAD_STATE, ThreadState};
+use crate::{
+    scope::Scope,
+    thread_state::{THREAD_STATE, ThreadState},
+};
 use std::{
     alloc::Layout,
     ptr::NonNull,

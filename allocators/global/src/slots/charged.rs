@@ -8,9 +8,9 @@ use std::sync::{
 };
 
 /// Bytes that a thread charges at once in addition to what it needs.
-pub(crate) const BATCH: u64 = 64 << 10;
+pub(super) const BATCH: u64 = 64 << 10;
 /// The credit above which a thread returns all except [`BATCH`].
-pub(crate) const MAX_CREDIT: u64 = 2 * BATCH;
+pub(super) const MAX_CREDIT: u64 = 2 * BATCH;
 /// Headroom below which a thread charges only what it needs, so that the last bytes below the cap
 /// can all be allocated.
 const NEAR_CAP: u64 = 64 * BATCH;

@@ -13,7 +13,7 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
-    pub(crate) const fn new() -> Self {
+    pub(super) const fn new() -> Self {
         Self { remaining: AtomicI64::new(0), drawn_for: AtomicU64::new(0), seed: AtomicU64::new(0) }
     }
 

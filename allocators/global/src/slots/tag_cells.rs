@@ -77,7 +77,7 @@ pub(crate) fn row(tag: u16) -> &'static Row {
 const UNUSED: u64 = u64::MAX;
 /// Cells per slot. If a thread uses more tags in turn, some of them share a cell, which then
 /// switches between them.
-pub(crate) const CELLS: usize = 8;
+const CELLS: usize = 8;
 
 /// The counts of one thread under one tag. Written only by the slot's owner. A cache line in size,
 /// so that a shift computes its offset.
@@ -88,7 +88,7 @@ pub(crate) struct TagCell {
     /// Bytes that are charged to the tag's row but not in a live block.
     pub(crate) credit: AtomicU64,
     /// The credit above which some is returned.
-    pub(crate) max_credit: AtomicU64,
+    max_credit: AtomicU64,
     pub(crate) bytes: AtomicU64,
     pub(crate) allocations: AtomicU64,
     pub(crate) blocks: AtomicU64,
@@ -185,7 +185,7 @@ impl TagCell {
 pub(crate) struct TagCells([TagCell; CELLS]);
 
 impl TagCells {
-    pub(crate) const fn new() -> Self {
+    pub(super) const fn new() -> Self {
         Self([const { TagCell::new() }; CELLS])
     }
 
@@ -205,7 +205,7 @@ impl TagCells {
     }
 
     /// Adds the counts of all cells to their rows.
-    pub(crate) fn flush(&self) {
+    pub(super) fn flush(&self) {
         self.0.iter().for_each(TagCell::flush);
     }
 }

@@ -78,20 +78,22 @@ impl Topology {
         Ok(Found { value: value.map(|cap| cap / 2), source })
     }
 
-    /// Reads the address of the GPU with this UUID, as NVIDIA's kernel driver lists it without a
-    /// context. Returns `None` if it lists no such GPU.
+    /// Reads the address of the GPU with this UUID, such as `01234567-89ab-cdef-0123-456789abcdef`.
+    /// NVIDIA's kernel driver lists it without a context. Returns `None` if it lists no such GPU.
     ///
     /// # Errors
     /// [`TopologyError::Unreadable`].
-    pub fn gpu_address(&self, uuid: &[u8; 16]) -> Result<Option<PciAddress>, TopologyError> {
+    pub fn gpu_address(&self, uuid: &str) -> Result<Option<PciAddress>, TopologyError> {
         let gpus = PathBuf::from(GPUS);
         for name in self.files.names(&gpus) {
             let Some(text) = self.files.text(&gpus.join(&name).join("information"))? else {
                 continue;
             };
-            let fields = text.lines().filter_map(|line| line.split_once(':'));
-            let found = fields.filter(|(field, _)| field.trim() == "GPU UUID");
-            if found.into_iter().any(|(_, value)| parse_uuid(value) == Some(*uuid)) {
+            let mut fields = text.lines().filter_map(|line| line.split_once(':'));
+            let is_it = |value: &str| {
+                value.trim().strip_prefix("GPU-").is_some_and(|it| it.eq_ignore_ascii_case(uuid))
+            };
+            if fields.any(|(field, value)| field.trim() == "GPU UUID" && is_it(value)) {
                 return Ok(name.parse().ok());
             }
         }
@@ -119,13 +121,6 @@ fn region_cap(path: &Path, text: &str, device: PciAddress) -> Result<Option<u64>
         least = Some(least.map_or(cap, |least| least.min(cap)));
     }
     Ok(least)
-}
-
-/// Parses a UUID such as `GPU-01234567-89ab-cdef-0123-456789abcdef`.
-fn parse_uuid(text: &str) -> Option<[u8; 16]> {
-    let digits = text.trim().strip_prefix("GPU-")?.replace('-', "");
-    let is_uuid = digits.len() == 32;
-    is_uuid.then(|| u128::from_str_radix(&digits, 16).ok()).flatten().map(u128::to_be_bytes)
 }
 
 /// Returns the limit of a device in a list such as `0=1G,1=512MB`. Suffixes are powers of 1024.

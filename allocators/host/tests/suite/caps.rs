@@ -82,7 +82,7 @@ fn host_memory_is_capped_by_the_least_limit_of_all_groups() {
 #[test]
 fn the_address_of_a_gpu_is_found_by_its_uuid_where_the_kernel_driver_lists_it() {
     let machine = in_group("gpus");
-    let uuid = |last: u8| std::array::from_fn(|at| if at == 15 { last } else { at as u8 });
+    let uuid = |last: u8| format!("00010203-0405-0607-0809-0a0b0c0d0e{last:02x}");
     assert_eq!(machine.read().gpu_address(&uuid(1)), Ok(None), "no such driver");
     let information = |last: u8| {
         format!(
