@@ -5,9 +5,11 @@
 Each run is a process of its own. What a program puts out (losses, tokens) must be the same under every allocator, to the bit.
 The programs know nothing of aquifer: they run on it by `python -m aquifer_torch`. `ddp_train` and `fsdp_train` need two devices,
 and run only where they are named.
+An allocator of PyTorch's that refuses a program is named with what it lacks.
 aquifer runs once without a limit that matters and once under 1.02 times the most that the native allocator had allocated
-at once (1.06 times for programs with CUDA graphs). Less than four minutes for all of it on an H200. Steps wait for the processor as much as for the device, so times of
-one run go up and down by a tenth: --repeat keeps the quickest of several. Exit: 0 if every run ended, with equal outputs, and aquifer stayed under its limit.
+at once (1.06 times for programs with CUDA graphs). Less than four minutes for all of it on an H200. Steps wait for the
+processor as much as for the device, so times of one run go up and down by a tenth: --repeat runs all in turn several times,
+and keeps the quickest of each. Exit: 0 if every run ended, with equal outputs, and aquifer stayed under its limit.
 
 step      ms, the middle of the last two thirds of the steps; mean: their mean
 reserved  MB, the most that the allocator held from the driver, as it says itself
@@ -21,6 +23,7 @@ import ctypes
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -35,6 +38,9 @@ MARGIN = 1.02
 MARGINS = {"loader_train": 1.06, "ddp_train": 1.06}
 # Seconds for one run.
 PATIENCE = 150
+NAMES = ["native", "expandable", "cudaMallocAsync", "aquifer", "aquifer, limited"]
+# What PyTorch says where one of its own allocators lacks what a program uses.
+REFUSED = re.compile(r"\w+ does not yet support \w+")
 
 
 class Memory(ctypes.Structure):
@@ -96,7 +102,7 @@ class Peak:
 
 
 def run(program, allocator, nvml, steps=None, limit=None):
-    """Runs a program, and answers with its report, or with {"failed": why}."""
+    """Runs a program, and answers with its report, with {"failed": why}, or with {"refused": what PyTorch's allocator lacks}."""
     command = [sys.executable]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     if allocator == "aquifer":
@@ -114,6 +120,10 @@ def run(program, allocator, nvml, steps=None, limit=None):
             return {"failed": f"it ran for more than {PATIENCE} s"}
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     if ran.returncode or not lines:
+        # Where ranks are started, the reason stands far above the end.
+        refusal = REFUSED.search(ran.stderr) if allocator != "aquifer" else None
+        if refusal:
+            return {"refused": refusal[0]}
         return {"failed": f"exit {ran.returncode}: {ran.stderr.strip()[-1500:] or ran.stdout.strip()[-500:]}"}
     report = json.loads(lines[-1])
     report.update(nvml=peak.bytes(), wall_s=time.monotonic() - begun, limit=limit)
@@ -134,30 +144,47 @@ def main():
     arguments = parser.parse_args()
     nvml, rows, bad = Nvml(), [], []
     for program in arguments.programs:
-        same = {}
-        for name in ("native", "expandable", "cudaMallocAsync", "aquifer", "aquifer, limited"):
+        runs, refused = {}, {}
+        # In turn, so that a host which gets slower does so under each allocator.
+        for name in NAMES * arguments.repeat:
+            if name in refused:
+                continue
             allocator, limit = name.split(",")[0], None
             if "limited" in name:
-                if arguments.no_limit or "native" not in same:
+                if arguments.no_limit or "peak_allocated" not in runs.get("native", [{}])[0]:
                     continue
-                limit = int(same["native"]["peak_allocated"] * MARGINS.get(program, MARGIN))
-            runs = [run(program, allocator, nvml, arguments.steps, limit) for _ in range(arguments.repeat)]
-            # The quickest, unless one has failed or says something else.
-            said = {one.get("outputs") for one in runs}
-            strange = [one for one in runs if "failed" in one]
-            report = strange[0] if strange else min(runs, key=lambda one: one.get("step_ms", 0))
-            if len(said) > 1:
-                bad.append(f"{program} under {name} puts out other numbers from run to run: {said}")
+                limit = int(runs["native"][0]["peak_allocated"] * MARGINS.get(program, MARGIN))
+            report = run(program, allocator, nvml, arguments.steps, limit)
             if "skipped" in report:
                 print(f"skipped: {report['skipped']}")
                 return 1 if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else 0
             report.update(name=name, program=program)
-            rows.append(report)
             print(json.dumps(report), file=sys.stderr, flush=True)
-            if "failed" in report:
-                bad.append(f"{program} under {name}: {report['failed']}")
+            if "refused" in report:
+                refused[name] = report["refused"]
+            else:
+                runs.setdefault(name, []).append(report)
+        same = {}
+        for name in NAMES:
+            if name in refused:
+                rows.append({"name": name, "program": program, "refused": refused[name]})
                 continue
+            strange = [one for one in runs.get(name, ()) if "failed" in one]
+            if strange:
+                rows.append(strange[0])
+                bad.append(f"{program} under {name}: {strange[0]['failed']}")
+                continue
+            if name not in runs:
+                continue
+            said = {str(one["outputs"]) for one in runs[name]}
+            if len(said) > 1:
+                bad.append(f"{program} under {name} puts out other numbers from run to run: {said}")
+            # The quickest.
+            report = min(runs[name], key=lambda one: one["step_ms"])
+            report["steps_ms"] = [one["step_ms"] for one in runs[name]]
+            rows.append(report)
             same[name] = report
+            limit = report["limit"]
             if limit and report["peak_reserved"] > limit:
                 bad.append(f"{program} under {name} held {report['peak_reserved']} bytes, with a limit of {limit}")
         outputs = {name: report["outputs"] for name, report in same.items()}
@@ -169,8 +196,8 @@ def main():
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     native = {}
     for row in rows:
-        if "failed" in row:
-            print(f"| {row['program']} | {row['name']} | failed | | | | | | | | |")
+        if "failed" in row or "refused" in row:
+            print(f"| {row['program']} | {row['name']} | {row.get('refused', 'failed')} | | | | | | | | |")
             continue
         if row["name"] == "native":
             native[row["program"]] = row
