@@ -168,7 +168,6 @@ impl DevicePool {
                 info.memory,
                 slot,
                 fixed,
-                config.compact,
                 config.default_export(info.export_types),
                 budget.clone(),
             )?)

@@ -27,7 +27,12 @@
 //!   next round can reuse.
 //! - Once several streams hold five fourths of the high-water mark, large blocks come from the
 //!   shared free list, at the lowest ready address. They then lie side by side and leave large
-//!   holes, and small blocks stay in their own caches.
+//!   holes, and small blocks stay in their own caches. From eleven eighths on, blocks above 1 MiB
+//!   do so too.
+//! - **Held memory is bounded.** Several streams that repeat a loop with small differences in order
+//!   find a place missing now and then. If each such block took new memory, the pool would grow in
+//!   every round. So before a block above 1 MiB would raise what they hold above twelve eighths
+//!   of the high-water mark, all idle handles that can be moved are moved under it.
 
 use crate::base::policy_params::{eighths, policy};
 use aquifer_core::Budget;
@@ -57,7 +62,7 @@ pub(crate) enum GrowthOrder {
     /// idle.
     ReuseFirst,
     /// Like `ReuseFirst`, but idle handles are moved before memory grows: the held memory is seven
-    /// fourths of the high-water mark of use.
+    /// fourths of the high-water mark of use, or would exceed its bound.
     CompactFirst,
 }
 
@@ -86,6 +91,8 @@ pub(crate) struct SharingPolicy {
     several_streams: AtomicBool,
     /// Several streams hold five fourths of the high-water mark of use.
     surplus: AtomicBool,
+    /// The minimum size of blocks that come from the shared free list.
+    shared_from: AtomicU64,
     /// Bytes in use at the last decision.
     live: AtomicU64,
     /// The most bytes in use at any decision or right after it.
@@ -101,7 +108,7 @@ pub(crate) struct SharingPolicy {
 impl SharingPolicy {
     /// Creates a policy under which streams start separate, and stay so unless `sharing` is set.
     pub(crate) fn new(sharing: bool) -> Self {
-        Self { sharing, ..Self::default() }
+        Self { sharing, shared_from: AtomicU64::new(u64::MAX), ..Self::default() }
     }
 
     /// Returns whether streams share free memory.
@@ -114,16 +121,24 @@ impl SharingPolicy {
     /// Returns the minimum size, in bytes, of free ranges that a cache releases to the shared free
     /// list.
     pub(crate) fn min_shared_extent(&self) -> u64 {
-        if self.shares_all() { 0 } else { policy().large_block }
+        if self.shares_all() {
+            0
+        } else {
+            self.shared_from.load(Ordering::Relaxed).min(policy().large_block)
+        }
     }
 
     /// Returns whether a block of `bytes` comes from the shared free list, even if its own stream's
     /// cache may have room, and even if that stream has just freed a block of this size.
     #[inline]
     pub(crate) fn prefers_shared(&self, bytes: u64) -> bool {
-        bytes > policy().own_cache_max
-            && (self.shares_all()
-                || bytes >= policy().large_block && self.surplus.load(Ordering::Relaxed))
+        bytes >= self.shared_from.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether caches release all their ranges above 1 MiB to the shared free list. Smaller
+    /// blocks that find no room in their cache are then cut from that list first.
+    pub(crate) fn drains_caches(&self) -> bool {
+        self.shared_from.load(Ordering::Relaxed) <= policy().unbounded_max + 1
     }
 
     /// Returns whether a block of `bytes` that does not fit in its stream's cache may be cut from
@@ -139,6 +154,9 @@ impl SharingPolicy {
 
     /// Returns the search order for a stream that has no room for `bytes`.
     pub(crate) fn growth_order(&self, bytes: u64) -> GrowthOrder {
+        if self.exceeds_bound(bytes) {
+            return GrowthOrder::CompactFirst;
+        }
         let (held, high) =
             (self.held.load(Ordering::Relaxed), self.high_water.load(Ordering::Relaxed));
         let again = self.should_reuse(bytes);
@@ -158,6 +176,19 @@ impl SharingPolicy {
             _ if held < eighths(high, policy().compact_from) => GrowthOrder::ReuseFirst,
             _ => GrowthOrder::CompactFirst,
         }
+    }
+
+    /// Returns whether several streams would hold more than the bound with `bytes` of new memory.
+    fn exceeds_bound(&self, bytes: u64) -> bool {
+        let after = |now: &AtomicU64| now.load(Ordering::Relaxed).saturating_add(bytes);
+        self.sharing
+            && bytes > policy().unbounded_max
+            && self.several_streams.load(Ordering::Relaxed)
+            && after(&self.held)
+                > eighths(
+                    self.peak_live.load(Ordering::Relaxed).max(after(&self.live)),
+                    policy().bound,
+                )
     }
 
     /// Returns whether as much has been in use before as now with a block of `bytes` more.
@@ -214,9 +245,15 @@ impl SharingPolicy {
         self.live.store(live, Ordering::Relaxed);
         self.high_water.fetch_max(live, Ordering::Relaxed);
         let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
-        let surplus = self.sharing
-            && streams.len() > 1
-            && live + free >= eighths(peak_live, policy().surplus);
+        let holds =
+            |parts| self.sharing && streams.len() > 1 && live + free >= eighths(peak_live, parts);
+        let surplus = holds(policy().surplus);
+        let shared_from = match () {
+            () if all_shared => policy().own_cache_max + 1,
+            () if holds(policy().share_larger_from) => policy().unbounded_max + 1,
+            () if surplus => policy().large_block,
+            () => u64::MAX,
+        };
         // Written only on change: the flags are read far more often, and the cache line stays
         // shared.
         let flags = [
@@ -227,6 +264,9 @@ impl SharingPolicy {
             (&self.surplus, surplus),
             (&self.several_streams, streams.len() > 1),
         ];
+        if self.shared_from.load(Ordering::Relaxed) != shared_from {
+            self.shared_from.store(shared_from, Ordering::Relaxed);
+        }
         for (flag, value) in flags {
             if flag.load(Ordering::Relaxed) != value {
                 flag.store(value, Ordering::Relaxed);
@@ -338,6 +378,12 @@ mod tests {
         assert!(!policy.prefers_shared(LARGE));
         update(&two, 250);
         assert!(policy.prefers_shared(LARGE) && !policy.prefers_shared(LARGE - 1));
+        // From eleven eighths on, all blocks above 1 MiB.
+        update(&two, 374);
+        assert!(!policy.prefers_shared(MIB + 1) && !policy.drains_caches());
+        update(&two, 375);
+        assert!(policy.prefers_shared(MIB + 1) && !policy.prefers_shared(MIB));
+        assert!(policy.drains_caches());
         // The high-water mark counts, not the current use.
         update(&[CacheFootprint { live: 100, free: 0 }; 2], 1000);
         assert!(!policy.prefers_shared(LARGE));
@@ -347,6 +393,24 @@ mod tests {
         let separate = SharingPolicy::new(false);
         separate.update(&budget, &two, 1000);
         assert!(!separate.prefers_shared(LARGE));
+    }
+
+    #[test]
+    fn handles_move_before_several_streams_hold_half_more_than_the_peak() {
+        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 1 << 40));
+        let high = 1000 * MIB;
+        let step = |live: u64, free: u64, bytes: u64, streams: u64| {
+            let each = CacheFootprint { live: live / streams, free: 0 };
+            policy.update(&budget, &vec![each; streams as usize], free);
+            policy.growth_order(bytes) == GrowthOrder::CompactFirst
+        };
+        assert!(!step(high, 498 * MIB, 2 * MIB, 2));
+        let below = high - 2 * MIB;
+        assert!(!step(below, 500 * MIB, 2 * MIB, 2) && step(below, 501 * MIB, 2 * MIB, 2));
+        assert!(!step(below, 502 * MIB, MIB, 2), "a small block");
+        assert!(!step(below, 502 * MIB, 2 * MIB, 1), "a single stream");
+        // A block that raises the peak raises the bound.
+        assert!(!step(high, 502 * MIB, 4 * MIB, 2) && step(high, 503 * MIB, 4 * MIB, 2));
     }
 
     #[test]
@@ -360,8 +424,8 @@ mod tests {
         assert_eq!(step(high, 0, MEDIUM), GrowthOrder::GrowFirst);
         // Half as much is idle, and the block would be new use, or not.
         assert_eq!(step(high, high / 2 + 1, MEDIUM), GrowthOrder::GrowFirst);
-        assert_eq!(step(high - MEDIUM, high / 2 + 1, MEDIUM), GrowthOrder::ReuseFirst);
-        assert_eq!(step(high - MEDIUM, high / 2 + 1, MEDIUM - 1), GrowthOrder::SharedFirst);
+        assert_eq!(step(high - MEDIUM, high / 2, MEDIUM), GrowthOrder::ReuseFirst);
+        assert_eq!(step(high - MEDIUM, high / 2, MEDIUM - 1), GrowthOrder::SharedFirst);
         assert_eq!(
             step(high - MEDIUM, high / 8, MEDIUM),
             GrowthOrder::ReuseFirst,

@@ -264,11 +264,11 @@ impl PoolCore {
         let own = [cache];
         let donors: &[&'static StreamCache] = if sharing { &caches } else { &own };
         // Where much is held, part of it is usually ready, and finding it takes no driver call.
-        let prefers_shared = sharing
+        let shared_first = sharing
             && !self.sharing_policy.shares_all()
-            && self.sharing_policy.prefers_shared(request.size());
-        if prefers_shared
-            && let Some(block) = self.allocate_shared(cache, donors, request, progress)
+            && (self.sharing_policy.prefers_shared(request.size())
+                || self.sharing_policy.drains_caches());
+        if shared_first && let Some(block) = self.allocate_shared(cache, donors, request, progress)
         {
             return Ok(Some(block));
         }
@@ -423,6 +423,8 @@ impl PoolCore {
         options: PlaceOptions,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
+        let options =
+            PlaceOptions { moves_first: options.moves_first || self.config.compact, ..options };
         let whole = self.sharing_policy.grows_whole_blocks(request.size());
         let mut outcome =
             PlaceOutcome { reserved: progress.reserved, whole, ..PlaceOutcome::default() };

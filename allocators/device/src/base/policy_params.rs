@@ -61,6 +61,15 @@ policy_params! {
     /// Large blocks come from the shared free list once these eighths of the high-water mark are
     /// held: large holes against slow paths.
     surplus: 10,
+    /// Up to this size, the next two do not apply to a block: fewer slow paths against less held
+    /// memory.
+    unbounded_max: MIB,
+    /// Larger blocks come from the shared free list once these eighths of the high-water mark are
+    /// held.
+    share_larger_from: 11,
+    /// Handles move before memory grows beyond these eighths of the high-water mark for a larger
+    /// block.
+    bound: 12,
     /// Handles move before memory grows once these eighths of the high-water mark are held: less
     /// held memory against moves.
     compact_from: 14,

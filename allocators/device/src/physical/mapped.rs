@@ -91,7 +91,6 @@ pub(crate) struct Mapped {
     /// The most slots that one handle covers.
     max_handle_slots: u64,
     /// Whether to move handles before growing.
-    compact: bool,
     /// What new handles can be exported as.
     export: ExportTypes,
     budget: Budget,
@@ -126,14 +125,12 @@ impl Mapped {
     /// that many left. Addresses cost nothing, and a block needs them in one piece. The memory is
     /// on the first device of `accessors`, and all of them can access it. With `fixed`, all handles
     /// have the size of a slot.
-    #[expect(clippy::too_many_arguments, reason = "the settings of a pool, each once")]
     pub(crate) fn open(
         driver: &Arc<dyn Driver>,
         accessors: Arc<[DeviceId]>,
         memory: u64,
         slot: u64,
         fixed: bool,
-        compact: bool,
         export: ExportTypes,
         budget: Budget,
     ) -> Result<Self> {
@@ -156,7 +153,6 @@ impl Mapped {
             bytes,
             slot,
             max_handle_slots: if fixed { 1 } else { (policy().largest_handle / slot).max(1) },
-            compact,
             export,
             budget,
             held: Arc::default(),

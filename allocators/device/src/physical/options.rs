@@ -32,6 +32,9 @@ pub(crate) struct PlaceOptions {
     pub(crate) grow: bool,
     /// Whether handles may be taken from under free memory elsewhere.
     pub(crate) move_handles: bool,
+    /// Whether all such handles are taken before new memory. Otherwise they are taken only where
+    /// new memory is refused.
+    pub(crate) moves_first: bool,
 }
 
 /// The result of an attempt to place a block.

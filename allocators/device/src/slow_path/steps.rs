@@ -40,7 +40,7 @@ const fn options(
     grow: bool,
     move_handles: bool,
 ) -> PlaceOptions {
-    PlaceOptions { readiness, granularity, grow, move_handles }
+    PlaceOptions { readiness, granularity, grow, move_handles, moves_first: false }
 }
 
 /// Whole slots in any cache that are free, and whose work is done.
@@ -64,6 +64,9 @@ const MOVE_IN_USE: PlaceOptions = options(Readiness::MayWait, Granularity::Units
 
 /// New memory, and handles where new memory is refused.
 const GROW_AND_MOVE: PlaceOptions = options(Readiness::Completed, Granularity::Units, true, true);
+
+/// Handles, and new memory for the rest.
+const MOVE_AND_GROW: PlaceOptions = PlaceOptions { moves_first: true, ..GROW_AND_MOVE };
 
 /// All of the above.
 const ALL: PlaceOptions = options(Readiness::MayWait, Granularity::Units, true, true);
@@ -117,18 +120,19 @@ pub(super) const REUSE_FIRST: &[Step] = &[
     Step::FromAll(ALL),
 ];
 
-/// Where most memory is idle, or on request: handles move as well.
+/// Where most memory is idle, where memory is bounded, or on request: handles move as well.
 ///
 /// The order: free pieces of all caches; pending frees that their streams wait for on the device;
 /// free pieces that are still in use; handles from under free memory; handles from under memory
-/// that is still in use; new memory, and handles where it is refused; everything.
+/// that is still in use; all such handles whose work is done, and new memory for the rest;
+/// everything.
 pub(super) const COMPACT_FIRST: &[Step] = &[
     Step::FromAll(ADOPT_UNITS),
     Step::Wait,
     Step::FromAll(ADOPT_IN_USE),
     Step::FromAll(MOVE),
     Step::FromAll(MOVE_IN_USE),
-    Step::FromAll(GROW_AND_MOVE),
+    Step::FromAll(MOVE_AND_GROW),
     Step::FromAll(ALL),
 ];
 

@@ -188,7 +188,7 @@ impl Mapped {
         let funds = Funds { budget: &self.budget, reserved: outcome.reserved };
         let mut room = if options.grow { funds.remaining() } else { 0 };
         let mut grows = options.grow;
-        if self.compact && options.move_handles {
+        if options.moves_first && options.move_handles {
             // Takes as much as there is. Only what is still missing then is new.
             let short = need.saturating_sub(plan.bytes());
             self.reclaim_mappings(donors, claim, short, Readiness::Completed, plan, outcome)?;

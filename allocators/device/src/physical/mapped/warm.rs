@@ -18,6 +18,7 @@ const NEW: PlaceOptions = PlaceOptions {
     granularity: Granularity::Slots,
     grow: true,
     move_handles: false,
+    moves_first: false,
 };
 
 impl Mapped {

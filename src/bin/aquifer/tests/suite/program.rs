@@ -495,6 +495,26 @@ fn serve_mixed_is_clean_over_any_number_of_streams() {
     replay_over_streams("serve_mixed.csv.xz", 1375);
 }
 
+/// The streams allocate beside each other, so rounds differ in which frees are done when.
+#[test]
+fn streams_that_repeat_a_loop_stop_to_grow_at_half_above_the_peak() {
+    for seed in 1..=3 {
+        let trace = format!("made:sharded,seed={seed}");
+        let output = replay(Path::new(&trace), "--device sim --json --repeat 24");
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        let value = json(&output);
+        let bytes = |of: &Value, name: &str| of[name].as_u64().unwrap();
+        let (held, peak) =
+            (bytes(&value, "peak_physical_bytes_of_all_rounds"), bytes(&value, "peak_live_bytes"));
+        assert!(held <= peak / 100 * 152, "seed {seed}: {held} of {peak}");
+        let rounds = value["rounds"].as_array().unwrap();
+        assert_eq!(rounds.len(), 24);
+        // Of more than 8,000 operations each.
+        let calls: u64 = rounds[4..].iter().map(|round| bytes(round, "memory_calls")).sum();
+        assert!(calls <= 20 * 5, "seed {seed}: {calls} memory calls in twenty rounds");
+    }
+}
+
 #[test]
 fn a_split_trace_has_a_fit_that_holds() {
     let output = replay(
