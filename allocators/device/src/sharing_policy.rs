@@ -248,14 +248,15 @@ impl SharingPolicy {
         let holds =
             |parts| self.sharing && streams.len() > 1 && live + free >= eighths(peak_live, parts);
         let surplus = holds(policy().surplus);
-        let shared_from = match () {
-            () if all_shared => policy().own_cache_max + 1,
-            () if holds(policy().share_larger_from) => policy().unbounded_max + 1,
-            () if surplus => policy().large_block,
-            () => u64::MAX,
+        let shared_from = if all_shared {
+            policy().own_cache_max + 1
+        } else if holds(policy().share_larger_from) {
+            policy().unbounded_max + 1
+        } else if surplus {
+            policy().large_block
+        } else {
+            u64::MAX
         };
-        // Written only on change: the flags are read far more often, and the cache line stays
-        // shared.
         let flags = [
             (&self.all_shared, all_shared),
             (&self.spacious, spacious),
@@ -264,6 +265,8 @@ impl SharingPolicy {
             (&self.surplus, surplus),
             (&self.several_streams, streams.len() > 1),
         ];
+        // Written only on change: the flags are read far more often, and the cache line stays
+        // shared.
         if self.shared_from.load(Ordering::Relaxed) != shared_from {
             self.shared_from.store(shared_from, Ordering::Relaxed);
         }

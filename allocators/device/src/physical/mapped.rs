@@ -90,7 +90,6 @@ pub(crate) struct Mapped {
     slot: u64,
     /// The most slots that one handle covers.
     max_handle_slots: u64,
-    /// Whether to move handles before growing.
     /// What new handles can be exported as.
     export: ExportTypes,
     budget: Budget,
