@@ -162,13 +162,13 @@ def main():
             report.update(name=name, program=program)
             print(json.dumps(report), file=sys.stderr, flush=True)
             if "refused" in report:
-                refused[name] = report["refused"]
+                refused[name] = report
             else:
                 runs.setdefault(name, []).append(report)
         same = {}
         for name in NAMES:
             if name in refused:
-                rows.append({"name": name, "program": program, "refused": refused[name]})
+                rows.append(refused[name])
                 continue
             strange = [one for one in runs.get(name, ()) if "failed" in one]
             if strange:
@@ -177,7 +177,7 @@ def main():
                 continue
             if name not in runs:
                 continue
-            said = {str(one["outputs"]) for one in runs[name]}
+            said = {one["outputs"] for one in runs[name]}
             if len(said) > 1:
                 bad.append(f"{program} under {name} puts out other numbers from run to run: {said}")
             # The quickest.

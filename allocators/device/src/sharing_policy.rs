@@ -89,9 +89,7 @@ pub(crate) struct SharingPolicy {
     tight: AtomicBool,
     /// There is more than one stream.
     several_streams: AtomicBool,
-    /// Several streams hold five fourths of the high-water mark of use.
-    surplus: AtomicBool,
-    /// The minimum size of blocks that come from the shared free list.
+    /// The minimum size of blocks that come from the shared free list; `u64::MAX` if none do.
     shared_from: AtomicU64,
     /// Bytes in use at the last decision.
     live: AtomicU64,
@@ -135,10 +133,13 @@ impl SharingPolicy {
         bytes >= self.shared_from.load(Ordering::Relaxed)
     }
 
-    /// Returns whether caches release all their ranges above 1 MiB to the shared free list. Smaller
-    /// blocks that find no room in their cache are then cut from that list first.
-    pub(crate) fn drains_caches(&self) -> bool {
-        self.shared_from.load(Ordering::Relaxed) <= policy().unbounded_max + 1
+    /// Returns whether a block of `bytes` is searched for in the shared free list before any fence
+    /// is polled: what is there is usually ready, and finding it takes no driver call. While caches
+    /// release all their ranges above 1 MiB to the list, this holds for every size. It does not
+    /// hold while all free memory is shared: polling first packs tighter then.
+    pub(crate) fn searches_shared_first(&self, bytes: u64) -> bool {
+        let shared_from = self.shared_from.load(Ordering::Relaxed);
+        !self.shares_all() && (bytes >= shared_from || shared_from <= policy().unbounded_max + 1)
     }
 
     /// Returns whether a block of `bytes` that does not fit in its stream's cache may be cut from
@@ -160,7 +161,8 @@ impl SharingPolicy {
         let (held, high) =
             (self.held.load(Ordering::Relaxed), self.high_water.load(Ordering::Relaxed));
         let again = self.should_reuse(bytes);
-        let new = match self.fits_peak(bytes) && self.surplus.load(Ordering::Relaxed) {
+        let shares_some = self.shared_from.load(Ordering::Relaxed) < u64::MAX;
+        let new = match self.fits_peak(bytes) && shares_some {
             true => GrowthOrder::SharedFirst,
             false => GrowthOrder::GrowFirst,
         };
@@ -247,12 +249,11 @@ impl SharingPolicy {
         let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
         let holds =
             |parts| self.sharing && streams.len() > 1 && live + free >= eighths(peak_live, parts);
-        let surplus = holds(policy().surplus);
         let shared_from = if all_shared {
             policy().own_cache_max + 1
         } else if holds(policy().share_larger_from) {
             policy().unbounded_max + 1
-        } else if surplus {
+        } else if holds(policy().surplus) {
             policy().large_block
         } else {
             u64::MAX
@@ -262,7 +263,6 @@ impl SharingPolicy {
             (&self.spacious, spacious),
             (&self.ample, ample),
             (&self.tight, tight),
-            (&self.surplus, surplus),
             (&self.several_streams, streams.len() > 1),
         ];
         // Written only on change: the flags are read far more often, and the cache line stays
@@ -383,10 +383,10 @@ mod tests {
         assert!(policy.prefers_shared(LARGE) && !policy.prefers_shared(LARGE - 1));
         // From eleven eighths on, all blocks above 1 MiB.
         update(&two, 374);
-        assert!(!policy.prefers_shared(MIB + 1) && !policy.drains_caches());
+        assert!(!policy.prefers_shared(MIB + 1) && !policy.searches_shared_first(1));
         update(&two, 375);
         assert!(policy.prefers_shared(MIB + 1) && !policy.prefers_shared(MIB));
-        assert!(policy.drains_caches());
+        assert!(policy.searches_shared_first(1));
         // The high-water mark counts, not the current use.
         update(&[CacheFootprint { live: 100, free: 0 }; 2], 1000);
         assert!(!policy.prefers_shared(LARGE));

@@ -263,12 +263,9 @@ impl PoolCore {
         let sharing = self.config.adoption != Adoption::Never;
         let own = [cache];
         let donors: &[&'static StreamCache] = if sharing { &caches } else { &own };
-        // Where much is held, part of it is usually ready, and finding it takes no driver call.
-        let shared_first = sharing
-            && !self.sharing_policy.shares_all()
-            && (self.sharing_policy.prefers_shared(request.size())
-                || self.sharing_policy.drains_caches());
-        if shared_first && let Some(block) = self.allocate_shared(cache, donors, request, progress)
+        if sharing
+            && self.sharing_policy.searches_shared_first(request.size())
+            && let Some(block) = self.allocate_shared(cache, donors, request, progress)
         {
             return Ok(Some(block));
         }

@@ -61,14 +61,14 @@ policy_params! {
     /// Large blocks come from the shared free list once these eighths of the high-water mark are
     /// held: large holes against slow paths.
     surplus: 10,
-    /// Up to this size, the next two do not apply to a block: fewer slow paths against less held
-    /// memory.
+    /// Up to this size, blocks of several streams take new memory without a bound: fewer slow paths
+    /// against less held memory.
     unbounded_max: MIB,
-    /// Larger blocks come from the shared free list once these eighths of the high-water mark are
-    /// held.
+    /// Blocks above `unbounded_max` come from the shared free list once several streams hold these
+    /// eighths of the high-water mark: fewer gaps against slow paths.
     share_larger_from: 11,
-    /// Handles move before memory grows beyond these eighths of the high-water mark for a larger
-    /// block.
+    /// Handles move under a block above `unbounded_max` before several streams hold more than these
+    /// eighths of the high-water mark: less held memory against moves.
     bound: 12,
     /// Handles move before memory grows once these eighths of the high-water mark are held: less
     /// held memory against moves.

@@ -495,9 +495,9 @@ fn serve_mixed_is_clean_over_any_number_of_streams() {
     replay_over_streams("serve_mixed.csv.xz", 1375);
 }
 
-/// The streams allocate beside each other, so rounds differ in which frees are done when.
+/// No round repeats another exactly: the streams differ in which frees are done at which time.
 #[test]
-fn streams_that_repeat_a_loop_stop_to_grow_at_half_above_the_peak() {
+fn streams_that_repeat_a_loop_stop_growing_at_half_above_the_peak() {
     for seed in 1..=3 {
         let trace = format!("made:sharded,seed={seed}");
         let output = replay(Path::new(&trace), "--device sim --json --repeat 24");
