@@ -12,10 +12,7 @@
 //! - The warm-up also allocates the memory that the work needs.
 
 use aquifer_console::figures::median;
-use std::{
-    mem,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 /// How much time is spent on measuring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -177,23 +174,42 @@ pub(crate) fn repeat<const N: usize, E>(
     pace: Pace,
     mut work: impl FnMut() -> Result<[f64; N], E>,
 ) -> Result<[f64; N], E> {
-    work()?;
-    let mut figures = [const { Vec::new() }; N];
+    let mut medians = [0.0; N];
+    repeat_into(pace, &mut medians, &mut |figures| {
+        figures.copy_from_slice(&work()?);
+        Ok(())
+    })?;
+    Ok(medians)
+}
+
+/// Repeats `work`, which writes its results, and writes their medians.
+fn repeat_into<E>(
+    pace: Pace,
+    medians: &mut [f64],
+    work: &mut dyn FnMut(&mut [f64]) -> Result<(), E>,
+) -> Result<(), E> {
+    work(medians)?;
+    let mut figures = vec![Vec::new(); medians.len()];
     let begun = Instant::now();
     for _ in 0..pace.laps {
-        for (all, figure) in figures.iter_mut().zip(work()?) {
-            all.push(figure);
+        work(medians)?;
+        for (all, figure) in figures.iter_mut().zip(&*medians) {
+            all.push(*figure);
         }
         if begun.elapsed() > pace.time {
             break;
         }
     }
-    Ok(figures.map(|mut all| median(mem::take(&mut all)).unwrap_or_default()))
+    for (all, middle) in figures.into_iter().zip(medians) {
+        *middle = median(all).unwrap_or_default();
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::mem;
 
     /// Returns a contender that reports a millisecond per piece and records how many pieces each
     /// lap had.

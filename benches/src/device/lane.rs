@@ -87,7 +87,11 @@ impl<S: Source> Lane<S> {
     }
 
     /// Runs a lap of this thread: `job`, which performs `operations` operations.
-    pub(crate) fn lap(&mut self, operations: u64, job: impl FnOnce(&mut Self)) -> Lap {
+    pub(crate) fn lap(&mut self, operations: u64, mut job: impl FnMut(&mut Self)) -> Lap {
+        self.timed(operations, &mut job)
+    }
+
+    fn timed(&mut self, operations: u64, job: &mut dyn FnMut(&mut Self)) -> Lap {
         let begun = Instant::now();
         job(self);
         let took = begun.elapsed();
@@ -108,20 +112,37 @@ where
     if let [only] = lanes {
         return only.lap(operations, |lane| job(0, lane));
     }
-    let (gate, count) = (Gate::new(lanes.len()), lanes.len());
+    let (gate, job) = (Gate::new(lanes.len()), &job);
+    let bodies = lanes.iter_mut().enumerate().map(|(number, lane)| {
+        let gate = &gate;
+        let body: Body<'_> = Box::new(move || {
+            // The first driver call of a thread performs one-time initialisation.
+            lane.rest();
+            gate.pass();
+            let begun = Instant::now();
+            job(number, lane);
+            (begun, Instant::now())
+        });
+        body
+    });
+    let (spans, mut failed) = together(bodies.collect(), &gate);
+    for lane in lanes.iter_mut() {
+        lane.rest();
+        failed.add(lane.failed());
+    }
+    lap_of(&spans, operations * lanes.len() as u64, failed)
+}
+
+/// What a thread does, and when it began and ended.
+type Body<'a> = Box<dyn FnOnce() -> (Instant, Instant) + Send + 'a>;
+
+/// Runs a thread for each body. All pass `gate`.
+fn together(bodies: Vec<Body<'_>>, gate: &Gate) -> (Vec<(Instant, Instant)>, Failed) {
+    let count = bodies.len();
     let mut failed = Failed::default();
     let spans = thread::scope(|scope| {
         let mut threads = Vec::new();
-        for (number, lane) in lanes.iter_mut().enumerate() {
-            let (gate, job) = (&gate, &job);
-            let body = move || {
-                // The first driver call of a thread performs one-time initialisation.
-                lane.rest();
-                gate.pass();
-                let begun = Instant::now();
-                job(number, lane);
-                (begun, Instant::now())
-            };
+        for (number, body) in bodies.into_iter().enumerate() {
             match thread::Builder::new().spawn_scoped(scope, body) {
                 Ok(thread) => threads.push(thread),
                 Err(refused) => {
@@ -137,16 +158,17 @@ where
     if spans.len() < count && failed.count == 0 {
         failed.note(&"a thread ended early");
     }
-    for lane in lanes {
-        lane.rest();
-        failed.add(lane.failed());
-    }
+    (spans, failed)
+}
+
+/// Returns the times of a lap of several threads that performed `operations` operations together.
+fn lap_of(spans: &[(Instant, Instant)], operations: u64, failed: Failed) -> Lap {
     let first = spans.iter().map(|span| span.0).min();
     let last = spans.iter().map(|span| span.1).max();
     let took = first.zip(last).map_or(Duration::ZERO, |(first, last)| last.duration_since(first));
     let own: f64 =
         spans.iter().map(|(begun, ended)| ended.duration_since(*begun).as_nanos() as f64).sum();
-    let all = (operations * count as u64).max(1) as f64;
+    let all = operations.max(1) as f64;
     Lap { took, over_all: took.as_nanos() as f64 / all, each: own / all, failed }
 }
 

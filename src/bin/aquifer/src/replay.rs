@@ -147,7 +147,7 @@ impl std::error::Error for ReplayError {
 /// Runs the `replay` command.
 ///
 /// # Errors
-/// [`Mistake`]. Every error but a failure to write the snapshot is returned before the trace is
+/// [`ReplayError`]. Every error but a failure to write the snapshot is returned before the trace is
 /// played.
 pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
     let mut progress = ProgressLine::on_terminal();
