@@ -182,7 +182,8 @@ pub(crate) fn repeat<const N: usize, E>(
     Ok(medians)
 }
 
-/// Repeats `work`, which writes its results, and writes their medians.
+/// Writes the median of each result of `work` into `medians`. `work` writes its results into the
+/// slice that it gets, which is as long.
 fn repeat_into<E>(
     pace: Pace,
     medians: &mut [f64],

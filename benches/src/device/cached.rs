@@ -73,7 +73,7 @@ pub(super) fn pairs(bench: &mut DeviceBench<'_>) -> Result<()> {
 /// Returns a contender of pairs. A pair counts as one operation.
 fn pairs_of<'a, S: Source + 'a>(source: S, bytes: u64) -> Contender<'a> {
     let mut lane = Lane::new(source);
-    Box::new(move |count| lane.lap(count, |lane| lane.pairs(bytes, count)))
+    Box::new(move |count| lane.lap(count, &mut |lane| lane.pairs(bytes, count)))
 }
 
 fn batch_name(bytes: u64) -> String {
@@ -125,5 +125,5 @@ fn play(bench: &mut DeviceBench<'_>, name: &str, work: &WorkPlan) -> Result<()> 
 fn work_of<'a, S: Source + 'a>(source: S, work: &'a WorkPlan) -> Contender<'a> {
     let mut lane = Lane::new(source);
     let operations = work.operations.len() as u64;
-    Box::new(move |times| lane.lap(operations * times, |lane| lane.play(work, times)))
+    Box::new(move |times| lane.lap(operations * times, &mut |lane| lane.play(work, times)))
 }

@@ -164,7 +164,7 @@ impl<S: Source> Cache<S> {
                 break;
             }
             let lane = &mut self.lane;
-            let pairs = |count| lane.lap(count, |lane| lane.pairs(PAIR * UNIT, count));
+            let pairs = |count| lane.lap(count, &mut |lane| lane.pairs(PAIR * UNIT, count));
             let outcome = contest(bench.pace, vec![Box::new(pairs)]).pop().unwrap_or_default();
             bench.sheet.note(&name(level), outcome.failed.clone());
             outcomes.push(outcome);

@@ -87,11 +87,7 @@ impl<S: Source> Lane<S> {
     }
 
     /// Runs a lap of this thread: `job`, which performs `operations` operations.
-    pub(crate) fn lap(&mut self, operations: u64, mut job: impl FnMut(&mut Self)) -> Lap {
-        self.timed(operations, &mut job)
-    }
-
-    fn timed(&mut self, operations: u64, job: &mut dyn FnMut(&mut Self)) -> Lap {
+    pub(crate) fn lap(&mut self, operations: u64, job: &mut dyn FnMut(&mut Self)) -> Lap {
         let begun = Instant::now();
         job(self);
         let took = begun.elapsed();
@@ -110,7 +106,7 @@ where
     J: Fn(usize, &mut Lane<S>) + Sync,
 {
     if let [only] = lanes {
-        return only.lap(operations, |lane| job(0, lane));
+        return only.lap(operations, &mut |lane| job(0, lane));
     }
     let (gate, job) = (Gate::new(lanes.len()), &job);
     let bodies = lanes.iter_mut().enumerate().map(|(number, lane)| {

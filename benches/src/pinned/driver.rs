@@ -44,5 +44,5 @@ pub(super) fn measure(bench: &mut PinnedBench<'_>) -> Result<()> {
 /// Returns a contender of pairs. A pair counts as one operation.
 pub(super) fn pairs<'a, S: Source + 'a>(source: S, bytes: u64) -> Contender<'a> {
     let mut lane = Lane::new(source);
-    Box::new(move |count| lane.lap(count, |lane| lane.pairs(bytes, count)))
+    Box::new(move |count| lane.lap(count, &mut |lane| lane.pairs(bytes, count)))
 }

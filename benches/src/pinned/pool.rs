@@ -125,7 +125,7 @@ fn wasted(source: &Pinned, pool: &aquifer_host::PinnedPool, work: &WorkPlan) -> 
 fn work_of<'a, S: Source + 'a>(source: S, work: &'a WorkPlan) -> Contender<'a> {
     let mut lane = Lane::new(source);
     let operations = work.operations.len() as u64;
-    Box::new(move |times| lane.lap(operations * times, |lane| lane.play(work, times)))
+    Box::new(move |times| lane.lap(operations * times, &mut |lane| lane.play(work, times)))
 }
 
 /// A job of several threads.
