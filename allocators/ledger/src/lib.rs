@@ -48,7 +48,7 @@
 //!   which together never exceed the capacity.
 //!
 //! A wish that is not renewed for 100 ms no longer counts, so that a stopped process delays others
-//! by no more than that.
+//! by no more than that. A member whose threads do not run for so long can be passed.
 //!
 //! # What is trusted
 //! Members are processes of one user. Noise in a slot is repaired by its owner when it claims,

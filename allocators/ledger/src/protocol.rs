@@ -121,9 +121,10 @@ pub(crate) fn wish<W: LedgerWord>(slot: &[W], now: impl FnOnce() -> u64) -> Opti
         return None;
     }
     let word = |at: usize| slot[at].load(Relaxed);
-    // A time in the future is none of this machine's clock.
-    let age = now().checked_sub(word(slot::RENEWED));
-    age.is_some_and(|age| age < LAPSES_AFTER_NS).then(|| Wish {
+    // A wish that is renewed meanwhile is a little younger than `now`. A time far in the future is
+    // none of this machine's clock.
+    let age = now().abs_diff(word(slot::RENEWED));
+    (age < LAPSES_AFTER_NS).then(|| Wish {
         bytes,
         rank: Rank { word: word(slot::RANK), ticket: word(slot::TICKET) },
         since: word(slot::WISHED),
@@ -305,8 +306,21 @@ pub(crate) mod tests {
         let slot = memory.table().slot(1);
         assert!(wish(slot, || LAPSES_AFTER_NS - 1).is_some());
         assert!(wish(slot, || LAPSES_AFTER_NS).is_none());
-        memory.set(1, slot::RENEWED, 1001);
+        memory.set(1, slot::RENEWED, 1000 + LAPSES_AFTER_NS);
         assert_eq!(memory.claim(0, 100, PLAIN), Outcome::Granted);
+    }
+
+    #[test]
+    fn a_wish_that_is_renewed_while_it_is_read_counts() {
+        let memory = Memory::new(3);
+        memory.set(1, slot::RANK, u64::MAX);
+        memory.set(1, slot::RENEWED, 1000);
+        memory.set(1, slot::WANTED, 100);
+        let renewed_after_the_clock_is_read = || {
+            memory.set(1, slot::RENEWED, 1001);
+            1000
+        };
+        assert!(wish(memory.table().slot(1), renewed_after_the_clock_is_read).is_some());
     }
 
     #[test]
