@@ -41,8 +41,9 @@
 //! before the capture, as an ordinary block, or give the graph its own pool. A capture's live
 //! blocks are safe from later captures.
 //!
-//! Memory of a graph never becomes an ordinary block. It is not trimmed while the pool or a graph
-//! lives, since launches write it.
+//! Memory that captured work has used never becomes an ordinary block. It is not trimmed while the
+//! pool or a graph lives, since launches write it. What only work outside of captures has used is
+//! given back by a trim, or when memory is short, one free handle after the other.
 //!
 //! # Order
 //! Graphs that share a pool write the same bytes, so they must not run concurrently.
@@ -84,16 +85,16 @@ use announcement::AnnouncedStreams;
 use aquifer_core::{PoolStats, Result, Tag};
 use aquifer_driver::{DeviceRange, RawStream, site};
 use aquifer_stream::Stream;
-use memory::GraphMemory;
+use memory::{GraphMemories, GraphMemory};
 use std::{fmt, sync::Arc};
 
 /// Memory of one graph, or of several that share it. A clone is another handle, and each keeps the
 /// device pool open.
 ///
 /// Blocks for a stream come from it while the stream takes part in a capture that was
-/// [announced](GraphPool::announce) or started by [`GraphPool::capture`]. Freed memory remains
-/// reserved for graphs until all handles, graphs, announcements and blocks are dropped, and the
-/// last launch is done on each stream.
+/// [announced](GraphPool::announce) or started by [`GraphPool::capture`]. Freed memory that
+/// captured work has used remains reserved for graphs until all handles, graphs, announcements and
+/// blocks are dropped, and the last launch is done on each stream.
 ///
 /// Among graphs that share a pool, a later one's blocks may lie where an earlier one's temporaries
 /// do, and every launch writes those. So read an output or write an input only while no earlier
@@ -148,7 +149,7 @@ impl DevicePool {
         let _site = site::enter();
         sweep_released();
         self.core().dedicated.reap_nonblocking();
-        Ok(GraphPool { pool: self.clone(), memory: GraphMemory::new(self.core(), Tag::NONE)? })
+        GraphPool::new(self, Tag::NONE)
     }
 
     /// Like [`DevicePool::graph_pool`], for memory that is [parked](DevicePool::park) and resumed
@@ -201,14 +202,20 @@ impl DevicePool {
         let parkable = core.parkable_pools(tag)?;
         sweep_released();
         core.dedicated.reap_nonblocking();
-        let memory = GraphMemory::new(core, tag)?;
-        let tagged: Arc<dyn TaggedMemory> = memory.clone();
+        let pool = GraphPool::new(self, tag)?;
+        let tagged: Arc<dyn TaggedMemory> = pool.memory.clone();
         parkable.add_other(&tagged);
-        Ok(GraphPool { pool: self.clone(), memory })
+        Ok(pool)
     }
 }
 
 impl GraphPool {
+    fn new(pool: &DevicePool, tag: Tag) -> Result<Self> {
+        let memory = GraphMemory::new(pool.core(), tag)?;
+        pool.core().feature::<GraphMemories>().add(&memory);
+        Ok(Self { pool: pool.clone(), memory })
+    }
+
     /// Announces a capture: until the returned value is dropped, blocks for `stream` come from this
     /// memory while it captures. So do blocks for streams that join the capture.
     ///
@@ -257,7 +264,8 @@ impl GraphPool {
     ///
     /// A block that is freed outside of a capture is reused by its stream at once, and after the
     /// end of the announcement by later captures and announcements, as soon as its work is known to
-    /// be done.
+    /// be done. Until a capture uses its memory, a trim or a shortage gives that back to the
+    /// driver. The blocks that are live when a capture allocates its first count as used by it.
     ///
     /// # Errors
     /// None so far.
@@ -271,6 +279,12 @@ impl GraphPool {
         Announced::new(&self.pool, &self.memory, streams, true)
     }
 
+    /// Keeps the free memory of this pool from now on, also where no captured work has used it: for
+    /// memory that another library has registered, or that a program holds in reserve.
+    pub fn retain_free(&self) {
+        self.memory.retain_free();
+    }
+
     /// Returns the live blocks of this memory by address: where each begins, with its requested
     /// bytes, and its stream. With [`GraphPool::alloc_at`], an owner of raw addresses can bring the
     /// memory back to an earlier state.
@@ -282,13 +296,14 @@ impl GraphPool {
     /// Allocates a block at `address`, where no block is live: for graphs that are captured behind
     /// launches of others, whose results lie at addresses that are free by now. Work queued on
     /// `stream` from now on is ordered on the device after the work that used the memory last. The
-    /// contents stay.
+    /// contents stay, unless the memory has been given back to the driver: then the addresses get
+    /// new memory.
     ///
     /// # Errors
     /// - [`MemoryError::ForeignBlock`](aquifer_core::MemoryError::ForeignBlock) for addresses that
     ///   are not this pool's.
-    /// - [`MemoryError::Busy`](aquifer_core::MemoryError::Busy) if a part of the block is live, has
-    ///   no memory, is used by other streams, or was freed in an announcement that is still open.
+    /// - [`MemoryError::Busy`](aquifer_core::MemoryError::Busy) if a part of the block is live, is
+    ///   used by other streams, or was freed in an announcement that is still open.
     /// - [`MemoryError::Capturing`](aquifer_core::MemoryError::Capturing) if an order is needed and
     ///   `stream` captures.
     /// - As [`DevicePool::alloc`] for an invalid request, or a limit of its tag.

@@ -161,7 +161,7 @@
 //! | parked block | has no memory | has no memory | `blocks` |
 //! | free memory between parkable blocks | no | handles that lie wholly under it, once its work is done | `cached` |
 //! | live block of a graph | no | no | `live` and `graphs` |
-//! | free memory of graphs | no, only captures reuse it | no, not while a graph may use it | `graphs` |
+//! | free memory of graphs | no, only captures reuse it | handles that lie wholly under it, once its work is done, if no captured work has used them | `graphs` |
 //! | live block of a [plan](PoolConfig::plan) | no | no | `live` |
 //! | free memory of a plan's range | no | no; the whole range once the plan is dropped and no block of it lives | `cached` |
 //! | retiring: dropped stable blocks, decommitted elements, memory of ended graphs | no | once its work is done and no registration keeps the address | `pending` |

@@ -511,7 +511,9 @@ aq_status aq_torch_pool_begin(int device, uint64_t first, uint64_t second, aq_to
  * AQ_ERROR_BAD_ARGUMENT without a matching begin. */
 aq_status aq_torch_pool_end(int device, uint64_t first, uint64_t second);
 
-/* Adds a user without beginning a capture. Also creates the pool. */
+/* Adds a user without beginning a capture. Also creates the pool. The pool keeps its free memory
+ * from now on. Without this, free memory that no captured work has used is given back to the
+ * driver when memory is short. */
 aq_status aq_torch_pool_retain(int device, uint64_t first, uint64_t second);
 
 /* `release`: removes a user. Never blocks.

@@ -71,6 +71,9 @@ struct TorchPool {
     state: CaptureState,
     /// The filter of the last `begin`.
     filter: Option<Arc<Filter>>,
+    /// Whether a program holds it (`torch.cuda.MemPool`). Its free memory stays with it: the program
+    /// may have registered it with a library.
+    is_held: bool,
     /// Whether its free memory serves other requests when there is no other memory.
     serves_last: bool,
 }
@@ -162,6 +165,9 @@ pub unsafe extern "C" fn aq_torch_pool_begin(
         match result {
             Ok((memory, announced)) => {
                 pool.users += 1;
+                if pool.is_held {
+                    memory.retain_free();
+                }
                 pool.memory = Some(memory);
                 pool.state = CaptureState::Active(announced);
                 Ok(())
@@ -223,13 +229,17 @@ pub extern "C" fn aq_torch_pool_end(device: c_int, first: u64, second: u64) -> a
     })
 }
 
-/// Adds a user of a pool.
+/// Adds a user of a pool, which keeps its free memory from now on.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_pool_retain(device: c_int, first: u64, second: u64) -> aq_status {
     enter(|| {
         let key = key(device, first, second)?;
         thread_state::with(key.0, |shared| Ok(shared.pool(key.1).map(|_| ())?))?;
-        pools().get_or_insert_default().entry(key).or_default().users += 1;
+        let mut pools = pools();
+        let pool = pools.get_or_insert_default().entry(key).or_default();
+        pool.users += 1;
+        pool.is_held = true;
+        pool.memory.iter().for_each(GraphPool::retain_free);
         Ok(())
     })
 }

@@ -264,7 +264,11 @@ impl World {
             // Graphs that use the pool keep it alive.
             self.pools[at] = None;
         } else if self.pools.len() < 4 {
-            self.pools.extend(went(self.pool.graph_pool()).map(Some));
+            let new = went(self.pool.graph_pool());
+            if bytes.choice(8) == 7 {
+                new.iter().for_each(GraphPool::retain_free);
+            }
+            self.pools.extend(new.map(Some));
         }
     }
 

@@ -126,14 +126,9 @@ impl SlotRanges {
         range
     }
 
-    /// Returns the bytes of the slots that are wholly free.
-    pub(crate) fn empty_bytes(&self, grid: Grid) -> u64 {
-        let whole = |range: Range| {
-            let first = (range.start - grid.base).next_multiple_of(grid.slot);
-            let end = (range.end() - grid.base) / grid.slot * grid.slot;
-            end.saturating_sub(first)
-        };
-        self.free.iter().map(|(range, _)| whole(range)).sum()
+    /// An iterator over the slots that are wholly free.
+    pub(crate) fn empty_slots(&self, grid: Grid) -> impl Iterator<Item = u64> {
+        self.free.iter().flat_map(move |(range, _)| grid.slots_within(range))
     }
 
     /// Releases those of `slots` that are wholly free and whose dependencies are `ready`. Returns
@@ -146,7 +141,7 @@ impl SlotRanges {
     ) -> Vec<u64> {
         let mut removed = Vec::new();
         for &slot in slots {
-            let range = Range { start: grid.base + slot * grid.slot, len: grid.slot };
+            let range = grid.slot_range(slot);
             // Taken to inspect it, and added back if it is to stay. The lock keeps other threads
             // from seeing this.
             let Some(deps) = self.free.take(range) else { continue };

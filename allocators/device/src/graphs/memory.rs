@@ -2,12 +2,14 @@
 //! and the launches that touch it.
 
 mod capture;
+mod give_back;
 mod parked;
 mod placed;
 mod release;
 mod stats;
 
 pub(super) use capture::Capture;
+pub(super) use give_back::GraphMemories;
 
 use crate::{
     Block,
@@ -28,7 +30,7 @@ use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
 use smallvec::smallvec;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -41,8 +43,8 @@ const SEGMENT: u64 = 2 << 20;
 /// Numbers of memories, for drivers that validate accesses. Never reused.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 
-/// Memory whose addresses graphs store. It is never remapped or used for anything else until the
-/// last reference is dropped and all launches are done.
+/// Memory whose addresses graphs store. What captured work has used is never remapped or used for
+/// anything else until the last reference is dropped and all launches are done.
 ///
 /// The pool's handles, its graphs, its announcements and its blocks hold references.
 pub(crate) struct GraphMemory {
@@ -60,6 +62,8 @@ pub(crate) struct GraphMemory {
     launching: AtomicBool,
     /// Number of open announcements.
     announcements: AtomicU64,
+    /// Whether free memory stays, also where no captured work has used it.
+    retains_free: AtomicBool,
 }
 
 #[derive(Default)]
@@ -70,6 +74,8 @@ struct State {
     /// What is in no live block. Any capture may use the free ranges once the host has seen their
     /// dependencies done.
     ranges: SlotRanges,
+    /// Claimed slots that captured work may use at any later launch. They keep their memory.
+    captured: BTreeSet<u64>,
     /// Ranges freed within captures that are still open.
     capture_lists: Vec<CaptureFreeList>,
     /// Allocations of the driver, on devices without virtual memory mapping.
@@ -134,9 +140,18 @@ impl Drop for LaunchGuard<'_> {
 
 impl State {
     /// Ends the earlier captures of this announcement: what they had freed becomes usable by any
-    /// later capture.
-    fn enter_capture(&mut self, capture: Capture) {
+    /// later capture. At the first block of a capture, the blocks that are live count as captured:
+    /// its graph may use them.
+    fn enter_capture(&mut self, capture: Capture, grid: Grid) {
         self.close_captures(|other| other.announced == capture.announced && other != capture);
+        if !capture.is_eager() && self.capture_lists.iter().all(|list| list.capture != capture) {
+            let Self { captured, blocks, .. } = self;
+            captured.extend(
+                blocks
+                    .iter()
+                    .flat_map(|(&start, live)| grid.slots(Range { start, len: live.bytes })),
+            );
+        }
     }
 
     fn close_captures(&mut self, over: impl Fn(Capture) -> bool) {
@@ -313,6 +328,7 @@ impl GraphMemory {
             state: Mutex::default(),
             launching: AtomicBool::new(false),
             announcements: AtomicU64::new(0),
+            retains_free: AtomicBool::new(false),
         }))
     }
 
@@ -345,7 +361,7 @@ impl GraphMemory {
         let (timeline, align, grid) = (stream.timeline(), request.alignment(), self.grid());
         let found = {
             let mut state = self.state();
-            state.enter_capture(capture);
+            state.enter_capture(capture, grid);
             state.take_free(capture, timeline, bytes, align, grid)
         };
         let again = || {
@@ -414,7 +430,7 @@ impl GraphMemory {
         match pool.back_slots(span, timeline, request.owner(), &slots, None) {
             Ok(new) => {
                 let (start, end) = (base + first * slot, base + (first + count) * slot);
-                self.record_growth(Range { start, len: end - start }, new);
+                self.record_growth(&[Range { start, len: end - start }], new);
                 let from = tail.map_or(start, |tail| tail.start);
                 let range = self.state().ranges.cut(from, bytes, end);
                 Ok(range)
@@ -438,23 +454,26 @@ impl GraphMemory {
         })?;
         let start = span.address.next_multiple_of(align);
         let end = (span.address + segment - 1) / BLOCK_ALIGN * BLOCK_ALIGN;
-        self.record_growth(Range { start: span.address, len: segment }, segment);
+        self.record_growth(&[Range { start: span.address, len: segment }], segment);
         let mut state = self.state();
         state.segments.push(span);
         Ok(state.ranges.cut(start, bytes, end))
     }
 
-    /// Accounts new memory.
-    fn record_growth(&self, range: Range, new: u64) {
-        self.dedicated.slot_pool_backed(BlockKind::Graph, new, range.len - new);
+    /// Accounts memory that was added, of which `new` bytes are from the driver.
+    fn record_growth(&self, ranges: &[Range], new: u64) {
+        let bytes: u64 = ranges.iter().map(|range| range.len).sum();
+        self.dedicated.slot_pool_backed(BlockKind::Graph, new, bytes - new);
         self.dedicated.update_usage(|usage| {
-            usage.graphs += range.len;
-            usage.free_of_graphs += range.len;
+            usage.graphs += bytes;
+            usage.free_of_graphs += bytes;
         });
         if let Some(observer) = self.dedicated.driver.observer() {
-            observer.kept_for_graphs(self.device_range(range), self.number);
+            for &range in ranges {
+                observer.kept_for_graphs(self.device_range(range), self.number);
+            }
         }
-        self.state().physical += range.len;
+        self.state().physical += bytes;
     }
 
     fn device_range(&self, range: Range) -> DeviceRange {
@@ -479,6 +498,9 @@ impl GraphMemory {
             let mut state = self.state();
             dedicated.slot_pool_allocated(range.len, requested, tag);
             dedicated.update_usage(|usage| usage.free_of_graphs -= range.len);
+            if !capture.is_eager() {
+                state.captured.extend(self.grid().slots(range));
+            }
             let live = Ownership::Live { stream: stream.raw(), generation };
             dedicated.notify_observer(generation, range.start, range.len, live);
             let owner_stream = timeline.clone();

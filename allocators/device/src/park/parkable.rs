@@ -497,7 +497,9 @@ impl ParkablePool {
     pub(crate) fn empty_bytes(&self) -> u64 {
         let state = self.state();
         match state.phase {
-            Phase::Resident => state.ranges.empty_bytes(self.grid()),
+            Phase::Resident => {
+                state.ranges.empty_slots(self.grid()).count() as u64 * self.span.slot
+            }
             Phase::Parking | Phase::Parked | Phase::Resuming => 0,
         }
     }

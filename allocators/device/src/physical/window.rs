@@ -52,6 +52,23 @@ pub(crate) struct Grid {
 }
 
 impl Grid {
+    /// Returns the addresses of a slot.
+    pub(crate) fn slot_range(self, slot: u64) -> Range {
+        Range { start: self.base + slot * self.slot, len: self.slot }
+    }
+
+    /// Returns the numbers of the slots that a range touches.
+    pub(crate) fn slots(self, range: Range) -> std::ops::Range<u64> {
+        let Self { base, slot } = self;
+        (range.start - base) / slot..(range.end() - base).div_ceil(slot)
+    }
+
+    /// Returns the numbers of the slots that lie wholly within a range.
+    pub(crate) fn slots_within(self, range: Range) -> std::ops::Range<u64> {
+        let Self { base, slot } = self;
+        (range.start - base).div_ceil(slot)..(range.end() - base) / slot
+    }
+
     /// Returns how many wholly free slots a block at `block` would pin. `free` is the free stretch
     /// around it, which is delimited by memory in use.
     pub(crate) fn pins(self, free: Range, block: Range) -> u64 {

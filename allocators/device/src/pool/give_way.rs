@@ -35,10 +35,10 @@ impl Reclaim for PoolCore {
     }
 
     /// Returns the bytes of the caches' memory that are in no live block, whether free, pending or
-    /// spare, the pending bytes of dedicated memory, and empty parkable slots. The warm reserve
-    /// counts. So do free bytes beside a live block in one handle, although they cannot be
-    /// released, but in all less than one slot counts as nothing. Free memory of graphs does not
-    /// count, since no reclaim releases it.
+    /// spare, the pending bytes of dedicated memory, empty parkable slots, and those of graph pools
+    /// that no capture has used. The warm reserve counts. So do free bytes beside a live block in
+    /// one handle, although they cannot be released, but in all less than one slot counts as
+    /// nothing. Free memory that captures have used does not count, since no reclaim releases it.
     fn offer(&self) -> Offer {
         let bytes = self.idle();
         let cost = self.physical.reclaim_cost(bytes, self.config.peers.len() as u32);
@@ -46,10 +46,10 @@ impl Reclaim for PoolCore {
     }
 
     /// Gives memory back until `bytes` fewer are held: retries releases that the driver has
-    /// refused, releases retiring memory and empty parkable slots, records and polls fences, and
-    /// releases idle memory, with the warm reserve. Before the deadline it then waits for the
-    /// oldest work that keeps memory from being free, and repeats. After the deadline it makes one
-    /// pass without such a wait, or does nothing where each release waits for the device.
+    /// refused, releases retiring memory and the empty slots that it offers, records and polls
+    /// fences, and releases idle memory, with the warm reserve. Before the deadline it then waits
+    /// for the oldest work that keeps memory from being free, and repeats. After the deadline it
+    /// makes one pass without such a wait, or does nothing where each release waits for the device.
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
         if self.waits() && has_passed(deadline) {
             return;

@@ -5,12 +5,13 @@
 
 use crate::support::{self, MIB, Rig};
 use aquifer_core::MemoryError;
-use aquifer_device::{Block, DeviceBuffer, GraphPool, Request};
+use aquifer_device::{Block, DeviceBuffer, DevicePool, Graph, GraphPool, PoolConfig, Request};
 use aquifer_driver::{
-    Access, Call, CaptureMode,
+    Access, Call, CaptureMode, DeviceId,
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use aquifer_stream::Stream;
+use std::time::Duration;
 
 fn alloc(rig: &Rig, s: &Stream, bytes: u64) -> Block {
     rig.pool.alloc(s, Request::bytes(bytes)).unwrap()
@@ -176,5 +177,129 @@ fn a_block_at_an_address_is_ordered_behind_the_work_that_used_it_last() {
     u.fill(&mut buffer, 2).unwrap();
     rig.sim.run_all();
     drop(buffer);
+    rig.assert_silent();
+}
+
+/// Captures a graph that fills a buffer of its own with `byte`.
+fn filling(rig: &Rig, graphs: &GraphPool, s: &Stream, bytes: u64, byte: u8) -> Filling {
+    // SAFETY: 1. and 2. the work touches only the graph pool's own block.
+    unsafe {
+        graphs.capture(s, |s| {
+            let mut out = rig.bytes(s, bytes);
+            s.fill(&mut out, byte)?;
+            Ok(out)
+        })
+    }
+    .unwrap()
+}
+
+type Filling = (Graph, DeviceBuffer<u8>);
+
+#[test]
+fn a_shortage_takes_the_free_handles_that_no_captured_work_has_used_and_no_others() {
+    let rig = Rig::new(16);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    served(&graphs, &s, || drop(alloc(&rig, &s, 12 * MIB)));
+    assert_eq!(graphs.stats().physical, 12 * MIB);
+    let (graph, out) = filling(&rig, &graphs, &s, 3 * MIB, 7);
+    let scratch = filling(&rig, &graphs, &s, MIB, 5).1.block().address();
+    assert_eq!(graphs.stats().physical, 12 * MIB, "captures use the memory that is free");
+    // Two handles are the graph's, and the others go.
+    let ordinary = alloc(&rig, &u, 12 * MIB);
+    assert_eq!((graphs.stats().physical, graphs.stats().live), (4 * MIB, 3 * MIB));
+    assert!(rig.pool.alloc(&u, Request::bytes(MIB)).is_err());
+    drop(ordinary);
+    graph.launch(&s).unwrap();
+    assert!(support::read(&s, &out).iter().all(|&byte| byte == 7));
+    // The second graph is gone, but its memory is not given back while the pool may launch.
+    drop(out);
+    rig.pool.trim(0).unwrap();
+    assert_eq!(graphs.stats().physical, 4 * MIB);
+    let again = served(&graphs, &s, || alloc(&rig, &s, MIB));
+    assert!(graphs.stats().physical == 4 * MIB && again.address() <= scratch);
+    drop((again, graph, graphs));
+    s.synchronize().unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
+    rig.assert_silent();
+}
+
+#[test]
+fn free_memory_of_graphs_whose_work_still_runs_is_waited_for_on_shortage() {
+    // Without a deadline: the device runs no work unless it is waited for.
+    let rig = Rig::on(Sim::h200(1).stepped(), 16, |config| config.wait = Duration::MAX);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    served(&graphs, &s, || {
+        let mut buffer = rig.bytes(&s, 12 * MIB);
+        s.fill(&mut buffer, 1).unwrap();
+    });
+    assert!(alloc(&rig, &u, 12 * MIB).bytes() == 12 * MIB);
+    assert_eq!(graphs.stats().physical, 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_reclaim_by_another_pool_takes_the_free_memory_of_graphs() {
+    let rig = Rig::new(16);
+    let other = DevicePool::open(
+        rig.sim.driver(),
+        DeviceId(0),
+        PoolConfig::with_budget(rig.budget.clone()),
+    )
+    .unwrap();
+    let (s, u) = (rig.stream(), other.stream().unwrap());
+    let graphs = rig.pool.graph_pool().unwrap();
+    served(&graphs, &s, || drop(alloc(&rig, &s, 12 * MIB)));
+    assert!(other.alloc(&u, Request::bytes(12 * MIB)).is_ok());
+    assert_eq!(graphs.stats().physical, 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn memory_that_is_live_at_a_capture_or_retained_stays_with_its_pool() {
+    let rig = Rig::new(16);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    let input = served(&graphs, &s, || alloc(&rig, &s, 4 * MIB));
+    let (_graph, out) = filling(&rig, &graphs, &s, 4 * MIB, 7);
+    served(&graphs, &s, || drop(alloc(&rig, &s, 4 * MIB)));
+    drop((input, out));
+    rig.pool.trim(0).unwrap();
+    assert_eq!(graphs.stats().physical, 8 * MIB);
+    graphs.retain_free();
+    served(&graphs, &s, || drop(alloc(&rig, &s, 12 * MIB)));
+    rig.pool.trim(0).unwrap();
+    assert_eq!(graphs.stats().physical, 12 * MIB);
+    assert!(rig.pool.alloc(&u, Request::bytes(6 * MIB)).is_err());
+    rig.assert_silent();
+}
+
+#[test]
+fn an_address_whose_memory_was_given_back_gets_new_memory_or_nothing_changes() {
+    let rig = Rig::new(16);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    let at = served(&graphs, &s, || alloc(&rig, &s, 8 * MIB).address());
+    let place = |address, bytes| graphs.alloc_at(&s, Request::bytes(bytes), address);
+    rig.pool.trim(0).unwrap();
+    assert_eq!(graphs.stats().physical, 0);
+    // One handle, into which half of the block reaches.
+    let first = place(at + MIB, 512).unwrap();
+    assert_eq!((first.address(), graphs.stats().physical), (at + MIB, 2 * MIB));
+    let before = (graphs.stats(), rig.budget.used());
+    assert_eq!(place(at, 8 * MIB).unwrap_err(), MemoryError::Busy { address: at });
+    assert_eq!((graphs.stats(), rig.budget.used()), before);
+    let ordinary = alloc(&rig, &u, 10 * MIB);
+    drop(first);
+    let before = (graphs.stats(), rig.budget.used());
+    assert!(matches!(place(at, 8 * MIB), Err(MemoryError::OutOfMemory(_))));
+    assert_eq!((graphs.stats(), rig.budget.used()), before);
+    drop(ordinary);
+    let mut whole = DeviceBuffer::<u8>::from_block(place(at, 8 * MIB).unwrap()).unwrap();
+    s.fill(&mut whole, 3).unwrap();
+    assert!(support::read(&s, &whole).iter().all(|&byte| byte == 3));
+    assert_eq!(graphs.stats().physical, 8 * MIB);
     rig.assert_silent();
 }

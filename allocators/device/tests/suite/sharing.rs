@@ -480,6 +480,7 @@ fn free_memory_of_a_graph_pool_serves_alone_and_goes_back_to_it() {
     let rig = Rig::new(16);
     let (s, u) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
+    graphs.retain_free();
     assert!(graphs.alloc_free(&s, Request::bytes(MIB)).unwrap().is_none(), "it has nothing");
     let raw = s.raw();
     let announced = graphs.announce_all_where(move |stream| stream == raw).unwrap();

@@ -6,10 +6,16 @@ use crate::{
     base::{dependencies::StreamDeps, driver::check_stream_device},
     sharing_policy::Fit,
 };
-use aquifer_core::{BLOCK_ALIGN, MemoryError, Result};
+use aquifer_core::{BLOCK_ALIGN, MemoryError, Result, Tag};
 use aquifer_driver::{DeviceRange, RawStream};
 use aquifer_stream::Stream;
 use std::sync::Arc;
+
+/// Returns what two ranges have in common.
+fn common(one: Range, other: Range) -> Option<Range> {
+    let (start, end) = (one.start.max(other.start), one.end().min(other.end()));
+    (start < end).then(|| Range { start, len: end - start })
+}
 
 impl GraphMemory {
     /// Returns the live blocks by address, with their requested sizes and their streams.
@@ -47,12 +53,62 @@ impl GraphMemory {
             self.poll_fences();
             take()
         });
-        let deps = deps.ok_or(MemoryError::Busy { address })?;
+        let deps = match deps {
+            Some(deps) => deps,
+            None => self.take_with_missing(stream, range, request.owner())?,
+        };
         let ordered =
             deps.iter().try_for_each(|(other, epoch)| timeline.wait_for(other, *epoch).map(drop));
         ordered
             .and_then(|()| self.make_eager_block(stream, range, &request, Capture::UNANNOUNCED))
             .inspect_err(|_| self.state().ranges.free.add(range, deps))
+    }
+
+    /// Takes a range of which some slots have been given back to the driver, and adds memory to
+    /// those. Returns what the rest of it depends on.
+    ///
+    /// # Errors
+    /// [`MemoryError::Busy`] if a part is not free; as for new memory.
+    fn take_with_missing(&self, stream: &Stream, range: Range, tag: Tag) -> Result<StreamDeps> {
+        let busy = MemoryError::Busy { address: range.start };
+        let Some(span) = &self.span else { return Err(busy) };
+        let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
+        let grid = self.grid();
+        let (missing, taken) = {
+            let ranges = &mut self.state().ranges;
+            let slots = grid.slots(range);
+            let missing: Vec<u64> = slots.filter(|slot| !ranges.claimed.contains(slot)).collect();
+            let free = ranges.free.iter().filter_map(|(free, _)| common(free, range));
+            let free: Vec<Range> = free.collect();
+            let added = missing.iter().filter_map(|&slot| common(grid.slot_range(slot), range));
+            if free.iter().copied().chain(added).map(|part| part.len).sum::<u64>() < range.len {
+                return Err(busy);
+            }
+            ranges.claimed.extend(&missing);
+            // Taken first, since a shortage gives back what is free.
+            let take = |part| ranges.free.take(part).map(|deps| (part, deps));
+            (missing, free.into_iter().filter_map(take).collect::<Vec<_>>())
+        };
+        let backed = pool.back_slots(span, stream.timeline(), tag, &missing, None);
+        if let Ok(new) = backed {
+            let added: Vec<Range> = missing.iter().map(|&slot| grid.slot_range(slot)).collect();
+            self.record_growth(&added, new);
+        }
+        let ranges = &mut self.state().ranges;
+        if let Err(error) = backed {
+            ranges.unclaim(&missing);
+            taken.into_iter().for_each(|(part, deps)| ranges.free.add(part, deps));
+            return Err(error);
+        }
+        let end = |slot: &u64| grid.slot_range(*slot).end();
+        let from = missing.first().map_or(range.start, |slot| grid.slot_range(*slot).start);
+        let to = missing.last().map_or(range.end(), end);
+        for (start, end) in [(from, range.start), (range.end(), to)] {
+            if start < end {
+                ranges.free.add(Range { start, len: end - start }, StreamDeps::new());
+            }
+        }
+        Ok(taken.into_iter().flat_map(|(_, deps)| deps).collect())
     }
 
     /// Allocates a block in free memory, for work of `stream` that is not captured. Prefers memory

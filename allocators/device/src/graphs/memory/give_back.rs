@@ -1,0 +1,122 @@
+//! Memory of graphs that no captured work has used yet, given back to the driver: what programs that
+//! run their work once before they capture it leave free.
+
+use super::{GraphMemory, State};
+use crate::{
+    base::{dependencies, pending::PartsWork, released::Released},
+    dedicated::Span,
+    park::Phase,
+    physical::window::Grid,
+    pool_core::PoolHook,
+};
+use aquifer_heap::Range;
+use aquifer_stream::Timeline;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, atomic::Ordering};
+
+/// The graph memories of a pool, which give back what no captured work has used.
+#[derive(Default)]
+pub(in crate::graphs) struct GraphMemories(Mutex<Vec<Weak<GraphMemory>>>);
+
+impl GraphMemories {
+    pub(in crate::graphs) fn add(&self, new: &Arc<GraphMemory>) {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|memory| memory.strong_count() > 0);
+        all.push(Arc::downgrade(new));
+    }
+
+    /// Returns all that are in use, with no lock held.
+    fn all(&self) -> Vec<Arc<GraphMemory>> {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+impl PoolHook for GraphMemories {
+    fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
+        self.all().iter().flat_map(|memory| memory.uncaptured_work()).collect()
+    }
+
+    fn free_bytes(&self) -> u64 {
+        self.all().iter().map(|memory| memory.uncaptured_bytes()).sum()
+    }
+
+    fn release_free(&self) -> Released {
+        let mut released = Released::default();
+        self.all().iter().for_each(|memory| released += memory.release_uncaptured());
+        released
+    }
+}
+
+impl GraphMemory {
+    pub(in crate::graphs) fn retain_free(&self) {
+        self.retains_free.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns the state, if there are slots that could be given back.
+    fn state_with_uncaptured(&self) -> Option<MutexGuard<'_, State>> {
+        let may = self.span.is_some() && !self.retains_free.load(Ordering::Relaxed);
+        let state = may.then(|| self.state())?;
+        let has = state.ranges.claimed.len() > state.captured.len();
+        (has && state.phase == Phase::Resident).then_some(state)
+    }
+
+    /// Returns the bytes of the slots that contain no live block and that no captured work has
+    /// used. Work may still run in them.
+    fn uncaptured_bytes(&self) -> u64 {
+        let (state, grid) = (self.state_with_uncaptured(), self.grid());
+        state.map_or(0, |state| state.uncaptured_slots(grid).count() as u64 * grid.slot)
+    }
+
+    /// Returns the work that those slots depend on, and that of freed blocks that may add to them.
+    fn uncaptured_work(&self) -> Vec<(Arc<Timeline>, u64)> {
+        let Some(state) = self.state_with_uncaptured() else { return Vec::new() };
+        let (ranges, grid) = (&state.ranges, self.grid());
+        let is_uncaptured =
+            |range: Range| grid.slots_within(range).any(|slot| !state.captured.contains(&slot));
+        let free = ranges.free.iter().filter(|(range, _)| is_uncaptured(*range));
+        free.flat_map(|(_, deps)| deps.iter().cloned()).chain(ranges.pending_work()).collect()
+    }
+
+    /// Returns slots to the driver that contain no live block and no running work, and that no
+    /// captured work has used. Their addresses stay reserved.
+    fn release_uncaptured(&self) -> Released {
+        if self.state_with_uncaptured().is_none() {
+            return Released::default();
+        }
+        self.poll_fences();
+        let (Some(span), Some(state)) = (&self.span, self.state_with_uncaptured()) else {
+            return Released::default();
+        };
+        let removed = self.remove_uncaptured(span, state);
+        if removed { self.dedicated.reap_span(span) } else { Released::default() }
+    }
+
+    /// Makes those slots retiring. Returns whether there are any.
+    fn remove_uncaptured(&self, span: &Span, mut state: MutexGuard<'_, State>) -> bool {
+        let grid = self.grid();
+        let slots: Vec<u64> = state.uncaptured_slots(grid).collect();
+        let removed = state.ranges.remove_free_slots(&slots, grid, dependencies::is_done);
+        let bytes = removed.len() as u64 * grid.slot;
+        state.physical -= bytes;
+        // Accounted before another thread can unmap them.
+        self.dedicated.slot_pool_retired(bytes);
+        self.dedicated.update_usage(|usage| {
+            usage.graphs -= bytes;
+            usage.free_of_graphs -= bytes;
+        });
+        for &slot in &removed {
+            if let Some(observer) = self.dedicated.driver.observer() {
+                observer.let_go_by_graphs(self.device_range(grid.slot_range(slot)));
+            }
+            span.retire(slot..slot + 1, PartsWork::default());
+        }
+        !removed.is_empty()
+    }
+}
+
+impl State {
+    /// An iterator over the slots that are wholly free and that no captured work has used.
+    fn uncaptured_slots(&self, grid: Grid) -> impl Iterator<Item = u64> {
+        self.ranges.empty_slots(grid).filter(|slot| !self.captured.contains(slot))
+    }
+}
