@@ -25,8 +25,9 @@
 //!   not invalidate a capture.
 //!
 //! # When freed memory is reused, and by which captures
-//! - A block freed within the capture that allocated it: by the same stream at once, in this
-//!   capture. After the capture, by any capture that shares the pool.
+//! - A block that its stream frees within a capture, whether this one has allocated it or an
+//!   earlier one: by the same stream at once, in this capture. After the capture, by any capture
+//!   that shares the pool.
 //! - The same, but used by another captured stream
 //!   ([`Block::record_use`](crate::Block::record_use)): by captures after its end.
 //! - A block freed after the capture: by later captures that share the pool, when eager work on it

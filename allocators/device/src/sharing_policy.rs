@@ -73,6 +73,8 @@ pub(crate) enum Fit {
     Lowest,
     /// The one that pins the fewest handles which are wholly free now. Of several, the lowest.
     FewestPinned,
+    /// The one in the shortest free range ("best fit"). Of several, the lowest.
+    Tightest,
 }
 
 /// The current state of the policy.

@@ -195,12 +195,12 @@ impl State {
         grid: Grid,
     ) -> Option<Range> {
         if let Some(own) = self.capture_list(capture, timeline)
-            && let Some(range) = own.find(bytes, align, Fit::Lowest, grid, |_| true)
+            && let Some(range) = own.find(bytes, align, Fit::Tightest, grid, |_| true)
         {
             return own.take(range).map(|_| range);
         }
         let ready = |deps: &StreamDeps| capture.may_use(timeline, deps);
-        let range = self.ranges.free.find(bytes, align, Fit::Lowest, grid, ready)?;
+        let range = self.ranges.free.find(bytes, align, Fit::Tightest, grid, ready)?;
         self.ranges.free.take(range).map(|_| range)
     }
 
@@ -230,32 +230,38 @@ impl State {
         self.ranges.free.take(range).map(|_| range)
     }
 
-    /// Frees a range of a stream, whose last work is `own`.
+    /// Frees a range of a stream, whose last work is `own`, and that was allocated in `capture`. If
+    /// that is over and the stream takes part in a later one, that one's work follows all uses: a
+    /// launch is ordered after the stream's work outside of captures.
     fn add_free(
         &mut self,
         range: Range,
         timeline: &Arc<Timeline>,
         own: StreamDeps,
-        capture: Option<Capture>,
+        capture: Capture,
     ) {
-        let open = capture.filter(|capture| {
-            self.capture_lists.iter().any(|capture_list| capture_list.capture == *capture)
-        });
+        let is_open = self.capture_lists.iter().any(|list| list.capture == capture);
+        let later =
+            || self.capture_lists.iter().rfind(|list| Arc::ptr_eq(&list.timeline, timeline));
+        let open = if is_open { Some(capture) } else { later().map(|list| list.capture) };
         match open {
-            Some(capture) => {
-                if self.capture_list(capture, timeline).is_none() {
-                    self.capture_lists.push(CaptureFreeList {
-                        capture,
-                        timeline: timeline.clone(),
-                        free: SharedFreeList::default(),
-                    });
-                }
-                if let Some(own_list) = self.capture_list(capture, timeline) {
-                    own_list.add(range, own);
-                }
-            }
+            Some(capture) => self.open_list(capture, timeline).add(range, own),
             None => self.ranges.free.add(range, own),
         }
+    }
+
+    /// Returns what the stream has freed within an open capture.
+    fn open_list(&mut self, capture: Capture, timeline: &Arc<Timeline>) -> &mut SharedFreeList {
+        let lists = &mut self.capture_lists;
+        let is = |list: &CaptureFreeList| {
+            list.capture == capture && Arc::ptr_eq(&list.timeline, timeline)
+        };
+        let at = lists.iter().position(is).unwrap_or_else(|| {
+            let (timeline, free) = (timeline.clone(), SharedFreeList::default());
+            lists.push(CaptureFreeList { capture, timeline, free });
+            lists.len() - 1
+        });
+        &mut lists[at].free
     }
 
     /// Frees a range that was taken for a block, if any, for which there was no memory.
@@ -268,7 +274,7 @@ impl State {
     /// Frees a range that was taken for a block of the capture.
     fn return_range(&mut self, range: Range, timeline: &Arc<Timeline>, capture: Capture) {
         let own = smallvec![(timeline.clone(), timeline.open())];
-        self.add_free(range, timeline, own, Some(capture));
+        self.add_free(range, timeline, own, capture);
     }
 
     /// Moves freed blocks whose uses are done to the free ranges. Returns what is to be dropped
@@ -517,12 +523,8 @@ impl GraphMemory {
                 },
             );
             // From here on, what the stream frees in this capture can be reused by the stream.
-            if capture != Capture::UNANNOUNCED && state.capture_list(capture, timeline).is_none() {
-                state.capture_lists.push(CaptureFreeList {
-                    capture,
-                    timeline: timeline.clone(),
-                    free: SharedFreeList::default(),
-                });
+            if capture != Capture::UNANNOUNCED {
+                state.open_list(capture, timeline);
             }
             let (kind, stream) = (BlockKind::Graph, stream.number());
             dedicated.event(kind, Action::Allocate, stream, range.start, requested, tag)

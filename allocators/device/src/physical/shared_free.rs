@@ -148,12 +148,13 @@ impl SharedFreeList {
                 if range.end() > span.end() || !ready(deps) {
                     continue;
                 }
-                if fit == Fit::Lowest {
-                    return Some(range);
-                }
-                let pinned = grid.pins(*span, range);
-                if best.is_none_or(|(least, _)| pinned < least) {
-                    best = Some((pinned, range));
+                let cost = match fit {
+                    Fit::Lowest => return Some(range),
+                    Fit::FewestPinned => grid.pins(*span, range),
+                    Fit::Tightest => span.len,
+                };
+                if best.is_none_or(|(least, _)| cost < least) {
+                    best = Some((cost, range));
                 }
             }
         }
@@ -267,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn find_prefers_the_range_that_pins_the_fewest_free_handles() {
+    fn find_prefers_the_range_that_pins_the_fewest_free_handles_or_the_shortest() {
         let mut shared_free = SharedFreeList::default();
         // Two whole slots, one of which a block of 60 would pin; the end of one and the start of
         // another; the same again.
@@ -279,6 +280,7 @@ mod tests {
         assert_eq!((place(60, Fit::Lowest), place(60, Fit::FewestPinned)), (Some(100), Some(440)));
         // A block that fits in no part of a slot pins what it must.
         assert_eq!(place(90, Fit::FewestPinned), Some(100));
+        assert_eq!((place(60, Fit::Tightest), place(90, Fit::Tightest)), (Some(440), Some(100)));
     }
 
     #[test]

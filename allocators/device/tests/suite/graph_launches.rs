@@ -87,6 +87,52 @@ fn an_eager_use_that_is_queued_when_its_block_is_freed_comes_before_the_next_lau
     }
 }
 
+/// As with the activations of a training step: the forward pass is captured first, and the capture
+/// of the backward pass frees what that has allocated.
+#[test]
+fn what_an_earlier_capture_allocated_is_reused_within_the_capture_that_frees_it() {
+    for seed in 0..SEEDS {
+        let rig = seeded(seed);
+        let [s, u, v] = [0; 3].map(|_| rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        let len = 6 * MIB as usize;
+        // SAFETY: 1. and 2. the work touches blocks of the graph pool alone, here and below.
+        let forward = unsafe {
+            graphs.capture(&s, |s| {
+                let mut out = rig.pool.buffer::<u8>(s, len)?;
+                s.fill(&mut out, 3)?;
+                Ok(out)
+            })
+        };
+        let (forward, mut between) = forward.unwrap();
+        let (address, physical) = (between.block().address(), graphs.stats().physical);
+        // Work outside of captures that is still queued when the memory is reused.
+        s.fill(&mut between, 9).unwrap();
+        // SAFETY: as above.
+        let backward = unsafe {
+            graphs.capture(&s, |s| {
+                let mut first = rig.pool.buffer::<u8>(s, LEN)?;
+                s.copy(&between.slice(0..LEN)?, &mut first)?;
+                drop(between);
+                let mut out = rig.pool.buffer::<u8>(s, len)?;
+                s.fill(&mut out, 4)?;
+                Ok((first, out))
+            })
+        };
+        let (backward, (first, out)) = backward.unwrap();
+        assert_eq!(out.block().address(), address);
+        assert_eq!(graphs.stats().physical, physical + 2 * MIB);
+        backward.launch(&u).unwrap();
+        assert!(all(&read(&u, &first), 9) && all(&read(&u, &out), 4), "seed {seed}");
+        for on in [&u, &v, &s] {
+            forward.launch(on).unwrap();
+            backward.launch(&v).unwrap();
+            assert!(all(&read(&v, &first), 3) && all(&read(&v, &out), 4), "seed {seed}");
+        }
+        rig.assert_silent();
+    }
+}
+
 #[test]
 fn graphs_that_share_a_pool_run_one_after_the_other_and_in_order_with_their_blocks() {
     for seed in 0..SEEDS {

@@ -69,7 +69,7 @@ impl ReleaseBlock for GraphMemory {
             } else if users.is_empty() && phase == Phase::Resident {
                 record_collected(&self.dedicated, range.len);
                 let own = block.work.own.clone();
-                state.add_free(range, &block.timeline, own, Some(live.capture));
+                state.add_free(range, &block.timeline, own, live.capture);
                 Some(block)
             } else {
                 state.ranges.defer(block);
