@@ -139,6 +139,7 @@ impl DedicatedPool {
         config: &PoolConfig,
         accessors: Arc<[DeviceId]>,
         live: LiveUsage,
+        held: HeldBytes,
         status: Option<Arc<PoolSlot>>,
     ) -> Arc<Self> {
         let granularity = if info.virtual_memory { info.granularity } else { 0 };
@@ -158,7 +159,7 @@ impl DedicatedPool {
                 || config.whole_allocations,
             export: config.export,
             default_export: config.default_export(info.export_types),
-            held: Arc::default(),
+            held: Arc::new(held),
             recorder: config.recorder.clone(),
             observed: driver.observer().is_some(),
             generations: AtomicU64::new(1),
@@ -241,7 +242,6 @@ impl DedicatedPool {
         stats.growths += a.growths;
         stats.reaped += a.reaped;
         stats.physical += self.held.now();
-        stats.peak_physical += self.held.peak();
     }
 
     /// Returns the live bytes.

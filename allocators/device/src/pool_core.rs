@@ -198,7 +198,8 @@ impl PoolCore {
         let caches = Arc::<CacheList>::default();
         let peaks = PoolPeaks::new(caches.clone(), !config.bypass && !config.debug.is_on());
         let (live, parent) = (LiveUsage::of_pool(peaks.clone()), status.parent().cloned());
-        let dedicated = DedicatedPool::new(&driver, &info, &config, accessors, live, parent);
+        let held = physical.held().of_other_part();
+        let dedicated = DedicatedPool::new(&driver, &info, &config, accessors, live, held, parent);
         Arc::new(Self {
             key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
             streams: StreamPool::new(driver.clone(), info.device, config.streams),

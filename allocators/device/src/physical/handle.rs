@@ -59,34 +59,49 @@ impl Funds<'_> {
     }
 }
 
-/// Bytes held from the driver: current and peak.
+/// The bytes that a part of a pool holds from the driver.
 #[derive(Default, Debug)]
 pub(crate) struct HeldBytes {
     now: AtomicU64,
-    peak: AtomicU64,
     /// The part of the held bytes whose release the driver has refused.
     stuck: AtomicU64,
+    whole: Arc<WholeHeld>,
+}
+
+/// The bytes that all parts of a pool hold together. The parts have their peaks at different times.
+#[derive(Default, Debug)]
+struct WholeHeld {
+    now: AtomicU64,
+    peak: AtomicU64,
 }
 
 impl HeldBytes {
+    /// Creates the count of another part of the same pool.
+    pub(crate) fn of_other_part(&self) -> Self {
+        Self { whole: self.whole.clone(), ..Self::default() }
+    }
+
     pub(crate) fn now(&self) -> u64 {
         self.now.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn peak(&self) -> u64 {
-        self.peak.load(Ordering::Relaxed)
+    /// Returns the most that all parts of the pool held together.
+    pub(crate) fn peak_of_pool(&self) -> u64 {
+        self.whole.peak.load(Ordering::Relaxed)
     }
 
     pub(crate) fn add(&self, bytes: u64) {
-        let now = self.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.peak.fetch_max(now, Ordering::Relaxed);
+        self.now.fetch_add(bytes, Ordering::Relaxed);
+        let now = self.whole.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.whole.peak.fetch_max(now, Ordering::Relaxed);
     }
 
-    /// Resets the peak to the current value.
-    pub(crate) fn reset_peak(&self) {
-        self.peak.store(self.now(), Ordering::Relaxed);
+    /// Resets the peak of the pool to the current value.
+    pub(crate) fn reset_peak_of_pool(&self) {
+        let WholeHeld { now, peak } = &*self.whole;
+        peak.store(now.load(Ordering::Relaxed), Ordering::Relaxed);
         // Includes what was added concurrently.
-        self.peak.fetch_max(self.now(), Ordering::Relaxed);
+        peak.fetch_max(now.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
     /// Returns the bytes whose release the driver has refused so far.
@@ -107,6 +122,7 @@ impl HeldBytes {
 
     pub(crate) fn sub(&self, bytes: u64) {
         self.now.fetch_sub(bytes, Ordering::Relaxed);
+        self.whole.now.fetch_sub(bytes, Ordering::Relaxed);
     }
 }
 

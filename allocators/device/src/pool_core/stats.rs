@@ -26,7 +26,7 @@ impl PoolCore {
         let held = self.physical.held();
         stats.pending += held.stuck();
         stats.physical += held.now();
-        stats.peak_physical += held.peak();
+        stats.peak_physical += held.peak_of_pool();
         self.counters.add_to(stats);
         self.hooks().for_each(|hook| hook.add_to(stats));
     }

@@ -70,6 +70,24 @@ fn peaks_that_fall_at_different_times_are_not_added() {
 }
 
 #[test]
+fn physical_memory_that_parts_of_a_pool_hold_at_different_times_is_not_added() {
+    let rig = Rig::new(16);
+    let s = rig.stream();
+    drop(rig.pool.alloc_stable(&s, Request::bytes(12 * MIB)).unwrap());
+    s.synchronize().unwrap();
+    let block = rig.pool.alloc(&s, Request::bytes(10 * MIB)).unwrap();
+    let stats = rig.pool.stats();
+    assert_eq!((stats.physical, stats.peak_physical), (10 * MIB, 12 * MIB));
+    let stable = rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
+    assert_eq!(rig.pool.stats().peak_physical, 14 * MIB);
+    drop(block);
+    rig.pool.trim(0).unwrap();
+    rig.pool.reset_peaks();
+    assert_eq!(rig.pool.stats().peak_physical, 4 * MIB);
+    drop(stable);
+}
+
+#[test]
 fn the_peak_of_a_single_stream_is_exact() {
     let (rig, streams) = rig(1, |_| ());
     let (mut truth, mut next, mut live) = (Truth::of(0), Random::new(1), Vec::new());
