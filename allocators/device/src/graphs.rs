@@ -44,7 +44,8 @@
 //!
 //! Memory that captured work has used never becomes an ordinary block. It is not trimmed while the
 //! pool or a graph lives, since launches write it. What only work outside of captures has used is
-//! given back by a trim, or when memory is short, one free handle after the other.
+//! given back handle by handle: by a trim, when memory is short, and before the caches take new
+//! memory.
 //!
 //! # Order
 //! Graphs that share a pool write the same bytes, so they must not run concurrently.
@@ -265,8 +266,8 @@ impl GraphPool {
     ///
     /// A block that is freed outside of a capture is reused by its stream at once, and after the
     /// end of the announcement by later captures and announcements, as soon as its work is known to
-    /// be done. Until a capture uses its memory, a trim or a shortage gives that back to the
-    /// driver. The blocks that are live when a capture allocates its first count as used by it.
+    /// be done. Until a capture uses its memory, a trim, a shortage or a growth of the caches gives
+    /// that back to the driver. The blocks that are live when a capture allocates its first count as used by it.
     ///
     /// # Errors
     /// None so far.

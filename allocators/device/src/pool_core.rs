@@ -160,6 +160,12 @@ pub(crate) trait PoolHook: Any + Send + Sync {
         0
     }
 
+    /// Returns up to `bytes` of free memory to the driver that nothing is likely to need, before
+    /// that much new memory is taken. Makes no driver call if there is none.
+    fn release_before_growth(&self, _bytes: u64) -> Released {
+        Released::default()
+    }
+
     /// Returns free memory to the driver.
     fn release_free(&self) -> Released {
         Released::default()

@@ -73,8 +73,8 @@ pub(crate) enum Fit {
     Lowest,
     /// The one that pins the fewest handles which are wholly free now. Of several, the lowest.
     FewestPinned,
-    /// The one in the shortest free range ("best fit"). Of several, the lowest.
-    Tightest,
+    /// The lowest that it fills wholly, or else the lowest.
+    Exact,
 }
 
 /// The current state of the policy.

@@ -425,6 +425,10 @@ impl PoolCore {
         let whole = self.sharing_policy.grows_whole_blocks(request.size());
         let mut outcome =
             PlaceOutcome { reserved: progress.reserved, whole, ..PlaceOutcome::default() };
+        if options.grow {
+            let bytes = self.physical.backing_bytes(request);
+            self.hooks().for_each(|hook| drop(hook.release_before_growth(bytes)));
+        }
         let fit = self.sharing_policy.fit();
         let place = self.physical.place(cache, donors, request, options, fit, &mut outcome)?;
         let (step, gave) = match options {

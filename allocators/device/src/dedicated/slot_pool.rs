@@ -126,9 +126,10 @@ impl SlotRanges {
         range
     }
 
-    /// An iterator over the slots that are wholly free.
-    pub(crate) fn empty_slots(&self, grid: Grid) -> impl Iterator<Item = u64> {
-        self.free.iter().flat_map(move |(range, _)| grid.slots_within(range))
+    /// An iterator over the slots that are wholly free, with what they depend on.
+    pub(crate) fn empty_slots(&self, grid: Grid) -> impl Iterator<Item = (u64, &StreamDeps)> {
+        let slots = move |range| grid.slots_within(range);
+        self.free.iter().flat_map(move |(range, deps)| slots(range).map(move |slot| (slot, deps)))
     }
 
     /// Releases those of `slots` that are wholly free and whose dependencies are `ready`. Returns

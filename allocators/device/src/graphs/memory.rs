@@ -195,12 +195,12 @@ impl State {
         grid: Grid,
     ) -> Option<Range> {
         if let Some(own) = self.capture_list(capture, timeline)
-            && let Some(range) = own.find(bytes, align, Fit::Tightest, grid, |_| true)
+            && let Some(range) = own.find(bytes, align, Fit::Exact, grid, |_| true)
         {
             return own.take(range).map(|_| range);
         }
         let ready = |deps: &StreamDeps| capture.may_use(timeline, deps);
-        let range = self.ranges.free.find(bytes, align, Fit::Tightest, grid, ready)?;
+        let range = self.ranges.free.find(bytes, align, Fit::Exact, grid, ready)?;
         self.ranges.free.take(range).map(|_| range)
     }
 

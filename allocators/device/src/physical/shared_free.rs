@@ -151,7 +151,8 @@ impl SharedFreeList {
                 let cost = match fit {
                     Fit::Lowest => return Some(range),
                     Fit::FewestPinned => grid.pins(*span, range),
-                    Fit::Tightest => span.len,
+                    Fit::Exact if range == *span => return Some(range),
+                    Fit::Exact => 0,
                 };
                 if best.is_none_or(|(least, _)| cost < least) {
                     best = Some((cost, range));
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn find_prefers_the_range_that_pins_the_fewest_free_handles_or_the_shortest() {
+    fn find_prefers_the_range_that_pins_the_fewest_free_handles_or_that_is_filled() {
         let mut shared_free = SharedFreeList::default();
         // Two whole slots, one of which a block of 60 would pin; the end of one and the start of
         // another; the same again.
@@ -280,7 +281,7 @@ mod tests {
         assert_eq!((place(60, Fit::Lowest), place(60, Fit::FewestPinned)), (Some(100), Some(440)));
         // A block that fits in no part of a slot pins what it must.
         assert_eq!(place(90, Fit::FewestPinned), Some(100));
-        assert_eq!((place(60, Fit::Tightest), place(90, Fit::Tightest)), (Some(440), Some(100)));
+        assert_eq!((place(80, Fit::Exact), place(79, Fit::Exact)), (Some(440), Some(100)));
     }
 
     #[test]

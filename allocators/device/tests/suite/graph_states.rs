@@ -226,6 +226,24 @@ fn a_shortage_takes_the_free_handles_that_no_captured_work_has_used_and_no_other
 }
 
 #[test]
+fn free_memory_of_graphs_makes_room_for_new_memory_of_the_caches_without_a_limit() {
+    let rig = Rig::new(1024);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    served(&graphs, &s, || drop(alloc(&rig, &s, 12 * MIB)));
+    let first = alloc(&rig, &u, 8 * MIB);
+    assert_eq!((graphs.stats().physical, rig.pool.stats().physical), (4 * MIB, 12 * MIB));
+    let second = alloc(&rig, &u, 8 * MIB);
+    let stats = rig.pool.stats();
+    assert_eq!(
+        (graphs.stats().physical, stats.physical, stats.peak_physical),
+        (0, 16 * MIB, 16 * MIB)
+    );
+    drop((first, second));
+    rig.assert_silent();
+}
+
+#[test]
 fn free_memory_of_graphs_whose_work_still_runs_is_waited_for_on_shortage() {
     // Without a deadline: the device runs no work unless it is waited for.
     let rig = Rig::on(Sim::h200(1).stepped(), 16, |config| config.wait = Duration::MAX);

@@ -3,7 +3,11 @@
 
 use super::{GraphMemory, State};
 use crate::{
-    base::{dependencies, pending::PartsWork, released::Released},
+    base::{
+        dependencies::{self, StreamDeps},
+        pending::PartsWork,
+        released::Released,
+    },
     dedicated::Span,
     park::Phase,
     physical::window::Grid,
@@ -40,9 +44,20 @@ impl PoolHook for GraphMemories {
         self.all().iter().map(|memory| memory.uncaptured_bytes()).sum()
     }
 
+    fn release_before_growth(&self, bytes: u64) -> Released {
+        let mut released = Released::default();
+        for memory in self.all() {
+            let missing = bytes.saturating_sub(released.bytes);
+            if missing > 0 && memory.uncaptured_bytes() > 0 {
+                released += memory.release_uncaptured(missing);
+            }
+        }
+        released
+    }
+
     fn release_free(&self) -> Released {
         let mut released = Released::default();
-        self.all().iter().for_each(|memory| released += memory.release_uncaptured());
+        self.all().iter().for_each(|memory| released += memory.release_uncaptured(u64::MAX));
         released
     }
 }
@@ -78,8 +93,9 @@ impl GraphMemory {
     }
 
     /// Returns slots to the driver that contain no live block and no running work, and that no
-    /// captured work has used. Their addresses stay reserved.
-    fn release_uncaptured(&self) -> Released {
+    /// captured work has used: the highest, until there are `wanted` bytes. Their addresses stay
+    /// reserved.
+    fn release_uncaptured(&self, wanted: u64) -> Released {
         if self.state_with_uncaptured().is_none() {
             return Released::default();
         }
@@ -87,15 +103,23 @@ impl GraphMemory {
         let (Some(span), Some(state)) = (&self.span, self.state_with_uncaptured()) else {
             return Released::default();
         };
-        let removed = self.remove_uncaptured(span, state);
+        let removed = self.remove_uncaptured(span, state, wanted);
         if removed { self.dedicated.reap_span(span) } else { Released::default() }
     }
 
     /// Makes those slots retiring. Returns whether there are any.
-    fn remove_uncaptured(&self, span: &Span, mut state: MutexGuard<'_, State>) -> bool {
+    fn remove_uncaptured(
+        &self,
+        span: &Span,
+        mut state: MutexGuard<'_, State>,
+        wanted: u64,
+    ) -> bool {
         let grid = self.grid();
-        let slots: Vec<u64> = state.uncaptured_slots(grid).collect();
-        let removed = state.ranges.remove_free_slots(&slots, grid, dependencies::is_done);
+        let done = state.uncaptured_slots(grid).filter(|(_, deps)| dependencies::is_done(deps));
+        let mut slots: Vec<u64> = done.map(|(slot, _)| slot).collect();
+        let most = usize::try_from(wanted.div_ceil(grid.slot)).unwrap_or(usize::MAX);
+        let removed = slots.split_off(slots.len().saturating_sub(most));
+        let removed = state.ranges.remove_free_slots(&removed, grid, |_| true);
         let bytes = removed.len() as u64 * grid.slot;
         state.physical -= bytes;
         // Accounted before another thread can unmap them.
@@ -116,7 +140,7 @@ impl GraphMemory {
 
 impl State {
     /// An iterator over the slots that are wholly free and that no captured work has used.
-    fn uncaptured_slots(&self, grid: Grid) -> impl Iterator<Item = u64> {
-        self.ranges.empty_slots(grid).filter(|slot| !self.captured.contains(slot))
+    fn uncaptured_slots(&self, grid: Grid) -> impl Iterator<Item = (u64, &StreamDeps)> {
+        self.ranges.empty_slots(grid).filter(|(slot, _)| !self.captured.contains(slot))
     }
 }

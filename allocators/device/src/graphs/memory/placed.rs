@@ -132,8 +132,8 @@ impl GraphMemory {
         let taken = {
             let free = &mut self.state().ranges.free;
             let ready = |deps: &StreamDeps| capture.may_use(timeline, deps);
-            let range = free.find(bytes, align, Fit::Tightest, grid, ready);
-            let range = range.or_else(|| free.find(bytes, align, Fit::Tightest, grid, |_| true));
+            let range = free.find(bytes, align, Fit::Exact, grid, ready);
+            let range = range.or_else(|| free.find(bytes, align, Fit::Exact, grid, |_| true));
             range.and_then(|range| Some((range, free.take(range)?)))
         };
         let Some((range, deps)) = taken else { return Ok(None) };
