@@ -73,8 +73,6 @@ pub(crate) enum Fit {
     Lowest,
     /// The one that pins the fewest handles which are wholly free now. Of several, the lowest.
     FewestPinned,
-    /// The lowest that it fills wholly, or else the lowest.
-    Exact,
 }
 
 /// The current state of the policy.

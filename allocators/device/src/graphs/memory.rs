@@ -22,7 +22,6 @@ use crate::{
     park::{Phase, saved::SavedPiece},
     physical::{shared_free::SharedFreeList, window::Grid},
     pool_core::PoolCore,
-    sharing_policy::Fit,
 };
 use aquifer_core::{Action, BLOCK_ALIGN, MemoryError, Request, Result, Tag, event::BlockKind};
 use aquifer_driver::{DeviceRange, Driver, Ownership};
@@ -184,24 +183,28 @@ impl State {
         self.capture_lists.iter_mut().find(is).map(|capture_list| &mut capture_list.free)
     }
 
-    /// Takes a free range for the capture: one that its stream has freed in it, or one whose
-    /// dependencies are done.
+    /// Takes a free range for the capture, among those that its stream has freed in it and those
+    /// whose dependencies are done: one that the block fills wholly, or else the lowest.
     fn take_free(
         &mut self,
         capture: Capture,
         timeline: &Arc<Timeline>,
         bytes: u64,
         align: u64,
-        grid: Grid,
     ) -> Option<Range> {
-        if let Some(own) = self.capture_list(capture, timeline)
-            && let Some(range) = own.find(bytes, align, Fit::Exact, grid, |_| true)
-        {
-            return own.take(range).map(|_| range);
-        }
+        let own = self.capture_list(capture, timeline);
+        let own = own.and_then(|own| own.find_filled(bytes, align, |_| true));
         let ready = |deps: &StreamDeps| capture.may_use(timeline, deps);
-        let range = self.ranges.free.find(bytes, align, Fit::Exact, grid, ready)?;
-        self.ranges.free.take(range).map(|_| range)
+        let shared = self.ranges.free.find_filled(bytes, align, ready);
+        let rank = |(is_filled, range): (bool, Range)| (!is_filled, range.start);
+        let is_own = match (own, shared) {
+            (Some(own), Some(shared)) => rank(own) < rank(shared),
+            (own, _) => own.is_some(),
+        };
+        let (_, range) = if is_own { own } else { shared }?;
+        let list =
+            if is_own { self.capture_list(capture, timeline)? } else { &mut self.ranges.free };
+        list.take(range).map(|_| range)
     }
 
     /// Takes the free range that ends at `end`, from an aligned address on, if the capture may use
@@ -368,11 +371,11 @@ impl GraphMemory {
         let found = {
             let mut state = self.state();
             state.enter_capture(capture, grid);
-            state.take_free(capture, timeline, bytes, align, grid)
+            state.take_free(capture, timeline, bytes, align)
         };
         let again = || {
             (self.poll_fences() > 0)
-                .then(|| self.state().take_free(capture, timeline, bytes, align, grid))
+                .then(|| self.state().take_free(capture, timeline, bytes, align))
                 .flatten()
         };
         let range = match found.or_else(again) {

@@ -148,18 +148,39 @@ impl SharedFreeList {
                 if range.end() > span.end() || !ready(deps) {
                     continue;
                 }
-                let cost = match fit {
-                    Fit::Lowest => return Some(range),
-                    Fit::FewestPinned => grid.pins(*span, range),
-                    Fit::Exact if range == *span => return Some(range),
-                    Fit::Exact => 0,
-                };
-                if best.is_none_or(|(least, _)| cost < least) {
-                    best = Some((cost, range));
+                if fit == Fit::Lowest {
+                    return Some(range);
+                }
+                let pinned = grid.pins(*span, range);
+                if best.is_none_or(|(least, _)| pinned < least) {
+                    best = Some((pinned, range));
                 }
             }
         }
         best.map(|(_, range)| range)
+    }
+
+    /// Returns the lowest place that a block fills wholly, or else the lowest, and which it is.
+    pub(crate) fn find_filled(
+        &self,
+        bytes: u64,
+        align: u64,
+        ready: impl Fn(&StreamDeps) -> bool,
+    ) -> Option<(bool, Range)> {
+        let mut lowest = None;
+        for chunk in self.chunks.iter().filter(|chunk| chunk.longest >= bytes) {
+            for (span, deps) in chunk.spans.iter().zip(&chunk.deps) {
+                let range = Range { start: span.start.next_multiple_of(align), len: bytes };
+                if range.end() > span.end() || !ready(deps) {
+                    continue;
+                }
+                if range == *span {
+                    return Some((true, range));
+                }
+                lowest = lowest.or(Some((false, range)));
+            }
+        }
+        lowest
     }
 
     /// Removes a range; returns `None` if it is not entirely free.
@@ -269,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn find_prefers_the_range_that_pins_the_fewest_free_handles_or_that_is_filled() {
+    fn find_prefers_the_range_that_pins_the_fewest_free_handles() {
         let mut shared_free = SharedFreeList::default();
         // Two whole slots, one of which a block of 60 would pin; the end of one and the start of
         // another; the same again.
@@ -281,7 +302,23 @@ mod tests {
         assert_eq!((place(60, Fit::Lowest), place(60, Fit::FewestPinned)), (Some(100), Some(440)));
         // A block that fits in no part of a slot pins what it must.
         assert_eq!(place(90, Fit::FewestPinned), Some(100));
-        assert_eq!((place(80, Fit::Exact), place(79, Fit::Exact)), (Some(440), Some(100)));
+    }
+
+    #[test]
+    fn find_filled_prefers_a_range_without_a_rest_and_then_the_lowest() {
+        let all = streams(1);
+        let mut shared_free = SharedFreeList::default();
+        for (start, len) in [(100, 200), (440, 80), (640, 80)] {
+            shared_free.add(Range { start, len }, StreamDeps::new());
+        }
+        shared_free.add(Range { start: 8, len: 80 }, deps(&all[0]));
+        let place = |bytes, align| {
+            shared_free
+                .find_filled(bytes, align, StreamDeps::is_empty)
+                .map(|(filled, range)| (filled, range.start))
+        };
+        assert_eq!([place(80, 1), place(79, 1)], [Some((true, 440)), Some((false, 100))]);
+        assert_eq!([place(60, 128), place(201, 1)], [Some((false, 128)), None]);
     }
 
     #[test]

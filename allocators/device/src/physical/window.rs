@@ -160,7 +160,7 @@ fn best_in_run(
         }
         let need = slots_below(end, true) - slots_below(start, false);
         let pinned = match fit {
-            Fit::Lowest | Fit::Exact => 0,
+            Fit::Lowest => 0,
             Fit::FewestPinned => {
                 let free = Range { start: first.start, len: last.end - first.start };
                 grid.pins(free, Range { start, len: bytes })

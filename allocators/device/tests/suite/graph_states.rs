@@ -244,6 +244,33 @@ fn free_memory_of_graphs_makes_room_for_new_memory_of_the_caches_without_a_limit
 }
 
 #[test]
+fn a_captured_block_takes_the_free_range_that_it_fills_and_else_the_lowest() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let graphs = rig.pool.graph_pool().unwrap();
+    let [long, wall, short, _end] = served(&graphs, &s, || {
+        captured(&s, || [8 * MIB, MIB, 3 * MIB, MIB].map(|bytes| alloc(&rig, &s, bytes)))
+    });
+    let (lowest, filled) = (long.address(), short.address());
+    let physical = graphs.stats().physical;
+    // Free before the capture, and freed within it.
+    drop(short);
+    s.synchronize().unwrap();
+    served(&graphs, &s, || {
+        captured(&s, || {
+            let first = alloc(&rig, &s, 512);
+            drop(long);
+            let block = alloc(&rig, &s, 3 * MIB - 512);
+            assert_eq!((first.address(), block.address()), (filled, filled + 512));
+            let small = alloc(&rig, &s, 512);
+            assert_eq!((small.address(), graphs.stats().physical), (lowest, physical));
+        });
+    });
+    drop(wall);
+    rig.assert_silent();
+}
+
+#[test]
 fn free_memory_of_graphs_whose_work_still_runs_is_waited_for_on_shortage() {
     // Without a deadline: the device runs no work unless it is waited for.
     let rig = Rig::on(Sim::h200(1).stepped(), 16, |config| config.wait = Duration::MAX);

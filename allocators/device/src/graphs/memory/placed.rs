@@ -4,7 +4,6 @@ use super::{Capture, GraphBlock, GraphMemory, Range};
 use crate::{
     Block, Request,
     base::{dependencies::StreamDeps, driver::check_stream_device},
-    sharing_policy::Fit,
 };
 use aquifer_core::{BLOCK_ALIGN, MemoryError, Result, Tag};
 use aquifer_driver::{DeviceRange, RawStream};
@@ -128,13 +127,13 @@ impl GraphMemory {
         }
         self.poll_fences();
         let (bytes, align) = (request.size().next_multiple_of(BLOCK_ALIGN), request.alignment());
-        let (grid, capture) = (self.grid(), Capture::UNANNOUNCED);
+        let capture = Capture::UNANNOUNCED;
         let taken = {
             let free = &mut self.state().ranges.free;
             let ready = |deps: &StreamDeps| capture.may_use(timeline, deps);
-            let range = free.find(bytes, align, Fit::Exact, grid, ready);
-            let range = range.or_else(|| free.find(bytes, align, Fit::Exact, grid, |_| true));
-            range.and_then(|range| Some((range, free.take(range)?)))
+            let found = free.find_filled(bytes, align, ready);
+            let found = found.or_else(|| free.find_filled(bytes, align, |_| true));
+            found.and_then(|(_, range)| Some((range, free.take(range)?)))
         };
         let Some((range, deps)) = taken else { return Ok(None) };
         let ordered =
