@@ -267,7 +267,8 @@ impl GraphPool {
     /// A block that is freed outside of a capture is reused by its stream at once, and after the
     /// end of the announcement by later captures and announcements, as soon as its work is known to
     /// be done. Until a capture uses its memory, a trim, a shortage or a growth of the caches gives
-    /// that back to the driver. The blocks that are live when a capture allocates its first count as used by it.
+    /// that back to the driver. The blocks that are live when a capture allocates its first count
+    /// as used by it.
     ///
     /// # Errors
     /// None so far.

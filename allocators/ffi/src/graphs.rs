@@ -71,8 +71,8 @@ struct TorchPool {
     state: CaptureState,
     /// The filter of the last `begin`.
     filter: Option<Arc<Filter>>,
-    /// Whether a program holds it (`torch.cuda.MemPool`). Its free memory stays with it: the program
-    /// may have registered it with a library.
+    /// Whether a program holds it (`torch.cuda.MemPool`). Its free memory stays with it: the
+    /// program may have registered it with a library.
     is_held: bool,
     /// Whether its free memory serves other requests when there is no other memory.
     serves_last: bool,

@@ -143,11 +143,15 @@ int main() try {
     rmm::mr::cuda_async_memory_resource async;
     rmm::mr::pool_memory_resource pool(plain, 4096 * mib, 4096 * mib);
     rmm::cuda_stream stream;
-    std::printf("| ns a pair | aquifer | pool_memory_resource | cuda_async_memory_resource |\n");
-    std::printf("|---|---|---|---|\n");
+    rmm::cuda_stream registered;
+    aquifer::stream_registration registration(rt, 0, registered.value());
+    std::printf("| ns a pair | aquifer | on a registered stream | pool_memory_resource "
+                "| cuda_async_memory_resource |\n");
+    std::printf("|---|---|---|---|---|\n");
     for (const std::size_t bytes : {std::size_t{256}, mib, 64 * mib}) {
-        std::printf("| %zu B | %.0f | %.0f | %.0f |\n", bytes, pair(memory, bytes, stream),
-                    pair(pool, bytes, stream), pair(async, bytes, stream));
+        std::printf("| %zu B | %.0f | %.0f | %.0f | %.0f |\n", bytes, pair(memory, bytes, stream),
+                    pair(memory, bytes, registered), pair(pool, bytes, stream),
+                    pair(async, bytes, stream));
     }
     std::printf("RMM " RMM_VERSION " over aquifer.hpp: all of it holds\n");
     return 0;

@@ -1,5 +1,5 @@
-//! Memory of graphs that no captured work has used yet, given back to the driver: what programs that
-//! run their work once before they capture it leave free.
+//! Memory of graphs that no captured work has used yet, given back to the driver: what programs
+//! that run their work once before they capture it leave free.
 
 use super::{GraphMemory, State};
 use crate::{
