@@ -309,7 +309,7 @@ impl GraphPool {
     ///   used by other streams, or was freed in an announcement that is still open.
     /// - [`MemoryError::Capturing`](aquifer_core::MemoryError::Capturing) if an order is needed and
     ///   `stream` captures.
-    /// - As [`DevicePool::alloc`] for an invalid request, or a limit of its tag.
+    /// - As [`DevicePool::alloc`] for an invalid request, a limit of its tag, or new memory.
     #[track_caller]
     pub fn alloc_at(&self, stream: &Stream, request: Request, address: u64) -> Result<Block> {
         let _site = site::enter();
