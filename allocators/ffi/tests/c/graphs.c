@@ -103,7 +103,8 @@ static void states(aq_runtime runtime, void *stream, void *other) {
     OK(aq_torch_pool_release(0, 9, 1));
 }
 
-/* The free memory of a pool serves others when there is no other memory, if it was asked to, and is the pool's again. */
+/* The free memory of a pool that no program holds, and that nothing captured has used, serves others. That of a pool that
+ * is held serves them when there is no other memory, if it was asked to, and is the pool's again. */
 static void last_resort(aq_runtime runtime, void *stream, void *other) {
     void *served[] = {stream, NULL}, *memory = NULL;
     uint64_t limit = 0;
@@ -112,6 +113,14 @@ static void last_resort(aq_runtime runtime, void *stream, void *other) {
     OK(aq_torch_reset());
     OK(aq_limit(runtime, 0, &limit, NULL));
     OK(aq_set_limit(runtime, 0, stats_of(runtime, 0).physical + 16 * MIB, NULL));
+    OK(aq_torch_pool_begin(0, 4, 1, belongs, served, drop));
+    aq_torch_free(take(8 * MIB, stream), 8 * MIB, -1, NULL);
+    OK(aq_torch_pool_end(0, 4, 1));
+    aq_torch_free(take(14 * MIB, other), 14 * MIB, -1, NULL);
+    OK(aq_torch_pool_release(0, 4, 1));
+    OK(aq_torch_reset());
+
+    OK(aq_torch_pool_retain(0, 5, 1));
     OK(aq_torch_pool_begin(0, 5, 1, belongs, served, drop));
     void *spare = take(8 * MIB, stream);
     touch(runtime, stream, spare, 8 * MIB, AQ_WRITE);
@@ -137,6 +146,7 @@ static void last_resort(aq_runtime runtime, void *stream, void *other) {
     OK(aq_torch_pool_use_on_oom(0, 5, 1, 0));
     ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_torch_malloc(6 * MIB, 0, other, &memory));
     OK(aq_torch_pool_use_on_oom(0, 5, 1, 1));
+    OK(aq_torch_pool_release(0, 5, 1));
     OK(aq_torch_pool_release(0, 5, 1));
     /* The pool is gone, and its memory is all other work's. */
     memory = take(8 * MIB, other);
