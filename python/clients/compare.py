@@ -7,7 +7,7 @@ The programs know nothing of aquifer: they run on it by `python -m aquifer_torch
 and run only where they are named.
 An allocator of PyTorch's that refuses a program is named with what it lacks.
 aquifer runs once without a limit that matters and once under 1.02 times the most that the native allocator had allocated
-at once (1.06 and 1.25 times for programs with CUDA graphs). Less than four minutes for all of it on an H200. Steps wait for the
+at once (1.05 times for ddp_train). Less than four minutes for all of it on an H200. Steps wait for the
 processor as much as for the device, so times of one run go up and down by a tenth: --repeat runs all in turn several times,
 and keeps the quickest of each. Exit: 0 if every run ended, with equal outputs, and aquifer stayed under its limit.
 
@@ -34,9 +34,8 @@ PROGRAMS = ("llama_train", "resnet_train", "serve_mixed", "loader_train")
 # How many ranks a program has, each with a device of its own.
 RANKS = {"ddp_train": 2, "fsdp_train": 2}
 MARGIN = 1.02
-# Free memory of CUDA graphs serves graphs alone, so these need more. The peak of ddp_train itself differs by 4 % from run to
-# run, under every allocator.
-MARGINS = {"loader_train": 1.02, "ddp_train": 1.05}
+# The peak of ddp_train itself differs by 4 % from run to run, under every allocator.
+MARGINS = {"ddp_train": 1.05}
 # Seconds for one run.
 PATIENCE = 150
 NAMES = ["native", "expandable", "cudaMallocAsync", "aquifer", "aquifer, limited"]

@@ -21,3 +21,4 @@ pub(crate) mod retained;
 pub(crate) mod stranded;
 pub(crate) mod usage;
 pub(crate) mod waits;
+pub(crate) mod weak_list;

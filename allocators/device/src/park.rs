@@ -67,6 +67,7 @@ use crate::{
     base::{
         released::Released,
         waits::{begin_request, deadline},
+        weak_list::WeakList,
     },
     pool_core::{PoolCore, PoolHook},
     request::ValidateRequest,
@@ -75,11 +76,7 @@ use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result, Tag};
 use aquifer_driver::{DeviceRange, RawStream, site};
 use aquifer_stream::{Stream, Timeline};
 use bytemuck::Pod;
-use std::{
-    fmt,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
-    time::Instant,
-};
+use std::{fmt, sync::Arc, time::Instant};
 use tagged::TaggedMemory;
 
 /// The size of a slot in bytes, if the pool sets none and memory is ample. At this size, 1 GiB is
@@ -132,28 +129,21 @@ pub struct Parkable {
 /// The parkable memory of a pool, by tag. Each entry lives as long as it is referenced.
 #[derive(Default)]
 pub(crate) struct ParkablePools {
-    pools: Mutex<Vec<Weak<ParkablePool>>>,
-    /// Other memory that is parked with a tag. Never locked while `pools` is.
-    others: Mutex<Vec<Weak<dyn TaggedMemory>>>,
+    pools: WeakList<ParkablePool>,
+    /// Other memory that is parked with a tag.
+    others: WeakList<dyn TaggedMemory>,
 }
 
 impl ParkablePools {
-    fn list(&self) -> MutexGuard<'_, Vec<Weak<ParkablePool>>> {
-        self.pools.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Registers other memory, which is parked and resumed with its tag from now on.
     pub(crate) fn add_other(&self, new: &Arc<dyn TaggedMemory>) {
-        let mut others = self.others.lock().unwrap_or_else(PoisonError::into_inner);
-        others.retain(|other| other.strong_count() > 0);
-        others.push(Arc::downgrade(new));
+        self.others.add(new);
     }
 
     /// Returns all memory of a tag.
     fn memories(&self, tag: Tag) -> Vec<Arc<dyn TaggedMemory>> {
-        let others = self.others.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let pool = self.of(tag).map(|pool| -> Arc<dyn TaggedMemory> { pool });
-        let others = others.iter().filter_map(Weak::upgrade).filter(|other| other.tag() == tag);
+        let others = self.others.all().into_iter().filter(|other| other.tag() == tag);
         pool.into_iter().chain(others).collect()
     }
 
@@ -165,25 +155,17 @@ impl ParkablePools {
 
     /// Returns all that are in use, with no lock held.
     pub(crate) fn all(&self) -> Vec<Arc<ParkablePool>> {
-        self.list().iter().filter_map(Weak::upgrade).collect()
+        self.pools.all()
     }
 
     fn of(&self, tag: Tag) -> Option<Arc<ParkablePool>> {
-        // Entries whose last reference is dropped here are dropped after the lock is released.
         self.all().into_iter().find(|parkable| parkable.tag == tag)
     }
 
     /// Registers `new` and returns it. If another thread was faster, returns that thread's instead.
     fn add(&self, new: Arc<ParkablePool>) -> Arc<ParkablePool> {
-        let mut all = self.list();
-        let known: Vec<_> = all.iter().filter_map(Weak::upgrade).collect();
-        let found = known.iter().find(|parkable| parkable.tag == new.tag).cloned();
-        if found.is_none() {
-            all.retain(|parkable| parkable.strong_count() > 0);
-            all.push(Arc::downgrade(&new));
-        }
-        drop(all);
-        found.unwrap_or(new)
+        let tag = new.tag;
+        self.pools.find_or_add(new, |parkable| parkable.tag == tag)
     }
 }
 

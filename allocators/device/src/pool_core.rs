@@ -162,9 +162,7 @@ pub(crate) trait PoolHook: Any + Send + Sync {
 
     /// Returns up to `bytes` of free memory to the driver that nothing is likely to need, before
     /// that much new memory is taken. Makes no driver call if there is none.
-    fn release_before_growth(&self, _bytes: u64) -> Released {
-        Released::default()
-    }
+    fn release_before_growth(&self, _bytes: u64) {}
 
     /// Returns free memory to the driver.
     fn release_free(&self) -> Released {

@@ -427,7 +427,7 @@ impl PoolCore {
             PlaceOutcome { reserved: progress.reserved, whole, ..PlaceOutcome::default() };
         if options.grow {
             let bytes = self.physical.backing_bytes(request);
-            self.hooks().for_each(|hook| drop(hook.release_before_growth(bytes)));
+            self.hooks().for_each(|hook| hook.release_before_growth(bytes));
         }
         let fit = self.sharing_policy.fit();
         let place = self.physical.place(cache, donors, request, options, fit, &mut outcome)?;

@@ -8,11 +8,11 @@
 //!                                             └── collected ─ pending, while other streams use it
 //! ```
 
-use super::DedicatedPool;
+use super::{DedicatedPool, Span};
 use crate::{
     Block,
     base::{
-        dependencies::StreamDeps,
+        dependencies::{self, StreamDeps},
         extent::{AttachedValue, PackedRequest, UntilFree},
         pending::{DeferredFree, PartsWork, PendingUses},
     },
@@ -178,6 +178,22 @@ impl SlotLeftovers {
 }
 
 impl DedicatedPool {
+    /// Makes those of `slots` retiring that are wholly free and whose work is done. Returns them.
+    pub(crate) fn retire_free_slots(
+        &self,
+        ranges: &mut SlotRanges,
+        span: &Span,
+        slots: &[u64],
+    ) -> Vec<u64> {
+        let removed = ranges.remove_free_slots(slots, span.grid(), dependencies::is_done);
+        // Accounted before another thread can unmap them.
+        self.slot_pool_retired(removed.len() as u64 * span.slot);
+        for &slot in &removed {
+            span.retire(slot..slot + 1, PartsWork::default());
+        }
+        removed
+    }
+
     /// Wraps a range of a slot pool in a block, which `releaser` takes back. Returns it with the
     /// watch over its uses.
     pub(crate) fn slot_pool_block(

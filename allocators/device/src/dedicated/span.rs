@@ -7,7 +7,10 @@ use crate::{
         live_blocks::CommittedBytes,
         pending::{PartsWork, PendingUses},
     },
-    physical::handle::{Handle, HeldBytes},
+    physical::{
+        handle::{Handle, HeldBytes},
+        window::Grid,
+    },
 };
 use aquifer_core::{
     Charge, DeviceId, DriverError, MemoryError, Result,
@@ -292,6 +295,11 @@ impl Span {
         runs.into_iter()
             .map(|run| (self.address + run.start * self.slot, (run.end - run.start) * self.slot))
             .collect()
+    }
+
+    /// Returns the layout of its slots.
+    pub(crate) fn grid(&self) -> Grid {
+        Grid { base: self.address, slot: self.slot }
     }
 
     /// Returns the runs of mapped slots.

@@ -128,6 +128,12 @@ struct CaptureFreeList {
     free: SharedFreeList,
 }
 
+impl CaptureFreeList {
+    fn is_of(&self, capture: Capture, timeline: &Arc<Timeline>) -> bool {
+        self.capture == capture && Arc::ptr_eq(&self.timeline, timeline)
+    }
+}
+
 /// The exclusive right to queue a launch.
 struct LaunchGuard<'a>(&'a AtomicBool);
 
@@ -177,10 +183,8 @@ impl State {
         capture: Capture,
         timeline: &Arc<Timeline>,
     ) -> Option<&mut SharedFreeList> {
-        let is = |capture_list: &&mut CaptureFreeList| {
-            capture_list.capture == capture && Arc::ptr_eq(&capture_list.timeline, timeline)
-        };
-        self.capture_lists.iter_mut().find(is).map(|capture_list| &mut capture_list.free)
+        let mut lists = self.capture_lists.iter_mut();
+        lists.find(|list| list.is_of(capture, timeline)).map(|list| &mut list.free)
     }
 
     /// Takes a free range for the capture, among those that its stream has freed in it and those
@@ -243,23 +247,24 @@ impl State {
         own: StreamDeps,
         capture: Capture,
     ) {
-        let is_open = self.capture_lists.iter().any(|list| list.capture == capture);
-        let later =
-            || self.capture_lists.iter().rfind(|list| Arc::ptr_eq(&list.timeline, timeline));
-        let open = if is_open { Some(capture) } else { later().map(|list| list.capture) };
+        let lists = &self.capture_lists;
+        let open = if lists.iter().any(|list| list.capture == capture) {
+            Some(capture)
+        } else {
+            let later = lists.iter().rfind(|list| Arc::ptr_eq(&list.timeline, timeline));
+            later.map(|list| list.capture)
+        };
         match open {
             Some(capture) => self.open_list(capture, timeline).add(range, own),
             None => self.ranges.free.add(range, own),
         }
     }
 
-    /// Returns what the stream has freed within an open capture.
+    /// Returns what the stream has freed within a capture, empty before the first.
     fn open_list(&mut self, capture: Capture, timeline: &Arc<Timeline>) -> &mut SharedFreeList {
         let lists = &mut self.capture_lists;
-        let is = |list: &CaptureFreeList| {
-            list.capture == capture && Arc::ptr_eq(&list.timeline, timeline)
-        };
-        let at = lists.iter().position(is).unwrap_or_else(|| {
+        let known = lists.iter().position(|list| list.is_of(capture, timeline));
+        let at = known.unwrap_or_else(|| {
             let (timeline, free) = (timeline.clone(), SharedFreeList::default());
             lists.push(CaptureFreeList { capture, timeline, free });
             lists.len() - 1
@@ -350,11 +355,7 @@ impl GraphMemory {
     }
 
     fn grid(&self) -> Grid {
-        let span = self.span.as_ref();
-        span.map_or(Grid { base: 0, slot: SEGMENT }, |span| Grid {
-            base: span.address,
-            slot: span.slot,
-        })
+        self.span.as_ref().map_or(Grid { base: 0, slot: SEGMENT }, |span| span.grid())
     }
 
     /// Allocates a block for the work of `capture` on `stream`.

@@ -18,7 +18,7 @@ use crate::{
     base::{
         dependencies::{self, StreamDeps, latest},
         driver::{check_stream_device, owner_of_freed},
-        pending::{DeferredFree, PartsWork},
+        pending::DeferredFree,
         released::Released,
         waits::{begin_request, deadline, try_wait, wait_for_epoch},
     },
@@ -209,7 +209,7 @@ impl ParkablePool {
     }
 
     pub(super) fn grid(&self) -> Grid {
-        Grid { base: self.span.address, slot: self.span.slot }
+        self.span.grid()
     }
 
     /// Returns an error unless the tag is resident.
@@ -515,14 +515,7 @@ impl ParkablePool {
                 return released;
             }
             let slots: Vec<u64> = state.ranges.claimed.iter().copied().collect();
-            let removed =
-                state.ranges.remove_free_slots(&slots, self.grid(), dependencies::is_done);
-            // Accounted before another thread can unmap them.
-            self.dedicated.slot_pool_retired(removed.len() as u64 * self.span.slot);
-            for slot in &removed {
-                self.span.retire(*slot..slot + 1, PartsWork::default());
-            }
-            removed
+            self.dedicated.retire_free_slots(&mut state.ranges, &self.span, &slots)
         };
         if !removed.is_empty() {
             released += self.dedicated.reap_span(&self.span);

@@ -31,9 +31,7 @@ impl ParkableState {
     /// Releases claimed slots that contain no live block.
     fn remove_empty_slots(&mut self, parkable: &ParkablePool) {
         let grid = parkable.grid();
-        let lives = |slot: &u64| {
-            self.has_live_in(Range { start: grid.base + slot * grid.slot, len: grid.slot })
-        };
+        let lives = |slot: &u64| self.has_live_in(grid.slot_range(*slot));
         let empty: Vec<u64> =
             self.ranges.claimed.iter().copied().filter(|slot| !lives(slot)).collect();
         let _ = self.ranges.remove_free_slots(&empty, grid, |_| true);

@@ -160,7 +160,8 @@ impl SharedFreeList {
         best.map(|(_, range)| range)
     }
 
-    /// Returns the lowest place that a block fills wholly, or else the lowest, and which it is.
+    /// Returns the lowest range that is `ready` and that a block fills wholly, or else the lowest
+    /// place for the block, and whether it fills the range.
     pub(crate) fn find_filled(
         &self,
         bytes: u64,

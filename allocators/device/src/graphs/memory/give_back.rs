@@ -5,8 +5,8 @@ use super::{GraphMemory, State};
 use crate::{
     base::{
         dependencies::{self, StreamDeps},
-        pending::PartsWork,
         released::Released,
+        weak_list::WeakList,
     },
     dedicated::Span,
     park::Phase,
@@ -15,49 +15,39 @@ use crate::{
 };
 use aquifer_heap::Range;
 use aquifer_stream::Timeline;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, atomic::Ordering};
+use std::sync::{Arc, MutexGuard, atomic::Ordering};
 
 /// The graph memories of a pool, which give back what no captured work has used.
 #[derive(Default)]
-pub(in crate::graphs) struct GraphMemories(Mutex<Vec<Weak<GraphMemory>>>);
+pub(in crate::graphs) struct GraphMemories(WeakList<GraphMemory>);
 
 impl GraphMemories {
     pub(in crate::graphs) fn add(&self, new: &Arc<GraphMemory>) {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|memory| memory.strong_count() > 0);
-        all.push(Arc::downgrade(new));
-    }
-
-    /// Returns all that are in use, with no lock held.
-    fn all(&self) -> Vec<Arc<GraphMemory>> {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.iter().filter_map(Weak::upgrade).collect()
+        self.0.add(new);
     }
 }
 
 impl PoolHook for GraphMemories {
     fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
-        self.all().iter().flat_map(|memory| memory.uncaptured_work()).collect()
+        self.0.all().iter().flat_map(|memory| memory.uncaptured_work()).collect()
     }
 
     fn free_bytes(&self) -> u64 {
-        self.all().iter().map(|memory| memory.uncaptured_bytes()).sum()
+        self.0.all().iter().map(|memory| memory.uncaptured_bytes()).sum()
     }
 
-    fn release_before_growth(&self, bytes: u64) -> Released {
-        let mut released = Released::default();
-        for memory in self.all() {
-            let missing = bytes.saturating_sub(released.bytes);
+    fn release_before_growth(&self, bytes: u64) {
+        let mut missing = bytes;
+        for memory in self.0.all() {
             if missing > 0 && memory.uncaptured_bytes() > 0 {
-                released += memory.release_uncaptured(missing);
+                missing = missing.saturating_sub(memory.release_uncaptured(missing).bytes);
             }
         }
-        released
     }
 
     fn release_free(&self) -> Released {
         let mut released = Released::default();
-        self.all().iter().for_each(|memory| released += memory.release_uncaptured(u64::MAX));
+        self.0.all().iter().for_each(|memory| released += memory.release_uncaptured(u64::MAX));
         released
     }
 }
@@ -82,7 +72,7 @@ impl GraphMemory {
         state.map_or(0, |state| state.uncaptured_slots(grid).count() as u64 * grid.slot)
     }
 
-    /// Returns the work that those slots depend on, and that of freed blocks that may add to them.
+    /// Returns the work after which slots that no captured work has used could be given back.
     fn uncaptured_work(&self) -> Vec<(Arc<Timeline>, u64)> {
         let Some(state) = self.state_with_uncaptured() else { return Vec::new() };
         let (ranges, grid) = (&state.ranges, self.grid());
@@ -103,12 +93,13 @@ impl GraphMemory {
         let (Some(span), Some(state)) = (&self.span, self.state_with_uncaptured()) else {
             return Released::default();
         };
-        let removed = self.remove_uncaptured(span, state, wanted);
+        let removed = self.retire_uncaptured(span, state, wanted);
         if removed { self.dedicated.reap_span(span) } else { Released::default() }
     }
 
-    /// Makes those slots retiring. Returns whether there are any.
-    fn remove_uncaptured(
+    /// Makes slots retiring that are wholly free and that no captured work has used: the highest
+    /// whose work is done, until there are `wanted` bytes. Returns whether there are any.
+    fn retire_uncaptured(
         &self,
         span: &Span,
         mut state: MutexGuard<'_, State>,
@@ -116,25 +107,23 @@ impl GraphMemory {
     ) -> bool {
         let grid = self.grid();
         let done = state.uncaptured_slots(grid).filter(|(_, deps)| dependencies::is_done(deps));
-        let mut slots: Vec<u64> = done.map(|(slot, _)| slot).collect();
+        let slots: Vec<u64> = done.map(|(slot, _)| slot).collect();
         let most = usize::try_from(wanted.div_ceil(grid.slot)).unwrap_or(usize::MAX);
-        let removed = slots.split_off(slots.len().saturating_sub(most));
-        let removed = state.ranges.remove_free_slots(&removed, grid, |_| true);
-        let bytes = removed.len() as u64 * grid.slot;
+        let highest = &slots[slots.len().saturating_sub(most)..];
+        let bytes = highest.len() as u64 * grid.slot;
         state.physical -= bytes;
-        // Accounted before another thread can unmap them.
-        self.dedicated.slot_pool_retired(bytes);
         self.dedicated.update_usage(|usage| {
             usage.graphs -= bytes;
             usage.free_of_graphs -= bytes;
         });
-        for &slot in &removed {
-            if let Some(observer) = self.dedicated.driver.observer() {
+        // Before another thread can unmap them.
+        if let Some(observer) = self.dedicated.driver.observer() {
+            for &slot in highest {
                 observer.let_go_by_graphs(self.device_range(grid.slot_range(slot)));
             }
-            span.retire(slot..slot + 1, PartsWork::default());
         }
-        !removed.is_empty()
+        // All of them: the lock is held since they were found free, with their work done.
+        !self.dedicated.retire_free_slots(&mut state.ranges, span, highest).is_empty()
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! - The contents of live blocks are saved. Free memory is not: a graph writes its temporaries
 //!   before it reads them.
-//! - No slot is given up, also no empty one, since launches after the resume use all addresses.
+//! - No slot is given up, also no empty one, since launches after the resume may use it.
 //! - While an announcement is open, nothing is parked. While parked, blocks and launches are
 //!   refused. Launches that are not reported cannot be seen: the caller guarantees that there are
 //!   none.

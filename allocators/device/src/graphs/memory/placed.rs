@@ -94,20 +94,15 @@ impl GraphMemory {
             self.record_growth(&added, new);
         }
         let ranges = &mut self.state().ranges;
+        taken.into_iter().for_each(|(part, deps)| ranges.free.add(part, deps));
         if let Err(error) = backed {
             ranges.unclaim(&missing);
-            taken.into_iter().for_each(|(part, deps)| ranges.free.add(part, deps));
             return Err(error);
         }
-        let end = |slot: &u64| grid.slot_range(*slot).end();
-        let from = missing.first().map_or(range.start, |slot| grid.slot_range(*slot).start);
-        let to = missing.last().map_or(range.end(), end);
-        for (start, end) in [(from, range.start), (range.end(), to)] {
-            if start < end {
-                ranges.free.add(Range { start, len: end - start }, StreamDeps::new());
-            }
+        for &slot in &missing {
+            ranges.free.add(grid.slot_range(slot), StreamDeps::new());
         }
-        Ok(taken.into_iter().flat_map(|(_, deps)| deps).collect())
+        ranges.free.take(range).ok_or(busy)
     }
 
     /// Allocates a block in free memory, for work of `stream` that is not captured. Prefers memory
