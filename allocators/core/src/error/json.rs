@@ -85,6 +85,7 @@ fn serialise_error(error: &OutOfMemory) -> String {
         ("requested", Number(error.requested)),
         ("refused", refused),
         ("of_live_bytes", Bool(error.of_live_bytes)),
+        ("of_whole_handles", Bool(error.of_whole_handles)),
         ("driver", driver),
         ("raise", raise),
         ("capacity", Number(error.capacity)),

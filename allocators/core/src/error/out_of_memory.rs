@@ -67,6 +67,9 @@ pub struct OutOfMemory {
     /// Whether `refused` limits the live bytes of a tenant or a tag. Free memory of the pool does
     /// not help then. Only the reclaimers registered with that budget were called.
     pub of_live_bytes: bool,
+    /// Whether the request needs whole handles or allocations of the driver, as stable, reserved
+    /// and parkable memory does. Free parts of caches do not help then, on any stream.
+    pub of_whole_handles: bool,
     /// The driver's refusal, if the driver refused.
     pub driver: Option<DriverError>,
     /// The limits that are too low, starting with the one that refused. With all of them raised,
@@ -111,6 +114,7 @@ impl OutOfMemory {
             requested,
             refused: None,
             of_live_bytes: false,
+            of_whole_handles: false,
             driver: None,
             raise: Vec::new(),
             capacity: 0,

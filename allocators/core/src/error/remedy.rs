@@ -68,6 +68,14 @@ pub enum Remedy<'a> {
         /// The limits that could be raised instead.
         or_raise: Option<RequiredLimits<'a>>,
     },
+    /// Enough memory is free in total, but the request needs whole handles, and a live block lies
+    /// in each.
+    FreeWholeHandles {
+        /// Free bytes in total.
+        free: u64,
+        /// The limits that could be raised instead.
+        or_raise: Option<RequiredLimits<'a>>,
+    },
     /// Too much memory is live.
     Free {
         /// The tag with the most live bytes.
@@ -161,14 +169,19 @@ impl<'a> Remedy<'a> {
         let free = error.cached.saturating_add(refused.map_or(0, |refused| refused.remaining));
         if error.cached > 0 && free >= requested {
             let most = error.stranded.iter().max_by_key(|stream| stream.cached);
-            if let Some(most) =
-                most.filter(|most| error.largest_free >= requested && most.cached >= requested)
-            {
+            if let Some(most) = most.filter(|most| {
+                !error.of_whole_handles
+                    && error.largest_free >= requested
+                    && most.cached >= requested
+            }) {
                 return Self::AskOn { stream: most.stream, bytes: most.cached };
             }
             if error.available > 0 {
                 let largest = error.available.min(requested - 1);
                 return Self::AskForLess { largest, free, or_raise: raise.filter(within) };
+            }
+            if error.of_whole_handles {
+                return Self::FreeWholeHandles { free, or_raise: raise.filter(within) };
             }
         }
         match (error.holders.first(), raise) {
@@ -222,6 +235,14 @@ impl fmt::Display for Remedy<'_> {
                 write!(
                     f,
                     "ask for at most {largest} at a time: {free} are free, and lie apart between live blocks"
+                )?;
+                or_raise.map_or(Ok(()), |raise| write!(f, "; or {raise}"))
+            }
+            Self::FreeWholeHandles { free, or_raise } => {
+                write!(
+                    f,
+                    "free blocks that lie together: {} are free, but no handle is free as a whole",
+                    Bytes(free)
                 )?;
                 or_raise.map_or(Ok(()), |raise| write!(f, "; or {raise}"))
             }

@@ -156,6 +156,13 @@ fn the_action_fits_the_cause() {
         "ask on stream 2: its cache has 9.00 GiB free and keeps them to itself"
     );
     assert_eq!(apart.remedy(), Remedy::AskOn { stream: 2, bytes: 9 << 30 });
+    // Another stream's cache is of no use to a request for whole handles.
+    (apart.of_whole_handles, apart.available) = (true, 0);
+    assert_eq!(
+        action(&apart),
+        "free blocks that lie together: 13.00 GiB are free, but no handle is free as a whole; or \
+         raise the limit of the device to 82.00 GiB"
+    );
 
     let mut device = full();
     device.refused = None;

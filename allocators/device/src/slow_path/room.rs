@@ -62,7 +62,11 @@ impl PoolCore {
         self.publish();
         match taken? {
             Some(taken) => Ok(taken),
-            None => Err(MemoryError::OutOfMemory(Box::new(self.explain(wanted, None, progress)))),
+            None => {
+                let mut error = self.explain(wanted, None, progress);
+                error.of_whole_handles = true;
+                Err(MemoryError::OutOfMemory(Box::new(error)))
+            }
         }
     }
 

@@ -205,6 +205,15 @@ impl Numbers {
     }
 }
 
+/// Returns the memory, or `None` if the pool has no room: a live block may lie in each of its
+/// segments.
+fn where_it_fits<T>(answer: Result<T, MemoryError>) -> Option<T> {
+    match answer {
+        Err(MemoryError::OutOfMemory(_)) => None,
+        other => Some(other.unwrap()),
+    }
+}
+
 /// Allocates and frees on a stream of its own, at times used by another stream as well.
 fn churn(pool: &DevicePool, seed: u64, rounds: u64) {
     let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
@@ -214,7 +223,7 @@ fn churn(pool: &DevicePool, seed: u64, rounds: u64) {
         // Odd, so that no block ends where a heap does.
         let half = if numbers.below(8) == 0 { 5 * MIB / 2 } else { 5000 };
         let bytes = 1 + 2 * numbers.below(half);
-        if let Ok(block) = pool.alloc(&s, Request::bytes(bytes)) {
+        if let Some(block) = where_it_fits(pool.alloc(&s, Request::bytes(bytes))) {
             held.push(block);
         }
         if held.len() > 12 || numbers.below(3) == 0 && !held.is_empty() {
@@ -229,27 +238,32 @@ fn churn(pool: &DevicePool, seed: u64, rounds: u64) {
             0 => drop(pool.trim(0).unwrap()),
             1 => pool.poll().unwrap(),
             2 => u.synchronize().unwrap(),
-            3 => drop(pool.alloc_stable(&s, Request::bytes(513 + 2 * round)).unwrap()),
+            3 => drop(where_it_fits(pool.alloc_stable(&s, Request::bytes(513 + 2 * round)))),
             _ => {}
         }
     }
     if pool.streams().device() == DeviceId(0) {
-        let mut reserved = pool.reserve::<u8>(&s, 16 << 20).unwrap();
-        reserved.commit_to(5 << 20).unwrap();
-        reserved.decommit(2 << 20..16 << 20).unwrap();
-        reserved.commit_to(8 << 20).unwrap();
-        let tag = Tag::named(&format!("parkable {seed}"));
-        let parkable = pool.parkable(tag).unwrap();
-        let block = parkable.alloc(&s, Request::bytes(3 * MIB + 1)).unwrap();
-        s.synchronize().unwrap();
-        // SAFETY: 1. no work of the block is left, and no view of it exists.
-        unsafe { pool.park(tag, Park::discard()) }.unwrap();
-        pool.resume(tag, None).unwrap();
-        drop(block);
+        where_it_fits(uses_mapped_memory(pool, &s, seed));
     }
     drop(held);
     s.synchronize().unwrap();
     u.synchronize().unwrap();
+}
+
+/// Uses reserved and parkable memory.
+fn uses_mapped_memory(pool: &DevicePool, s: &Stream, seed: u64) -> Result<(), MemoryError> {
+    let mut reserved = pool.reserve::<u8>(s, 16 << 20)?;
+    reserved.commit_to(5 << 20)?;
+    reserved.decommit(2 << 20..16 << 20)?;
+    reserved.commit_to(8 << 20)?;
+    let tag = Tag::named(&format!("parkable {seed}"));
+    let block = pool.parkable(tag)?.alloc(s, Request::bytes(3 * MIB + 1))?;
+    s.synchronize()?;
+    // SAFETY: 1. no work of the block is left, and no view of it exists.
+    unsafe { pool.park(tag, Park::discard()) }?;
+    pool.resume(tag, None)?;
+    drop(block);
+    Ok(())
 }
 
 #[test]
