@@ -119,6 +119,14 @@ impl<E> Epochs<E> {
             .with(|recorded| recorded.front().map(|(epoch, event)| (*epoch, event.clone())))
     }
 
+    /// Returns the published event in the middle, if at least `count` are published.
+    pub(crate) fn middle(&self, count: usize) -> Option<(u64, Arc<E>)> {
+        self.recorded.with(|recorded| {
+            let (epoch, event) = recorded.get(recorded.len() / 2)?;
+            (recorded.len() >= count).then(|| (*epoch, event.clone()))
+        })
+    }
+
     /// Returns the newest epoch that has an event or is complete.
     #[must_use]
     pub fn proved(&self) -> u64 {

@@ -32,6 +32,11 @@ impl EventPool {
         Self(Spin::new(Vec::new()))
     }
 
+    /// Returns whether no event is spare.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.with(|spare| spare.is_empty())
+    }
+
     /// Returns a spare event or creates one.
     pub(crate) fn acquire(
         &self,

@@ -53,6 +53,10 @@ impl Fence {
     }
 }
 
+/// How many events of a stream are recorded, but not known to be complete, before their completion
+/// is queried for a new fence.
+const RECYCLED_FROM: usize = 32;
+
 /// The longest pause between two polls of an event in a wait with a deadline.
 const MAX_POLL_PAUSE: Duration = Duration::from_micros(200);
 
@@ -369,6 +373,9 @@ impl Timeline {
         if self.query_capturing()? {
             return Ok(Fence::Capturing);
         }
+        if self.events.is_empty() {
+            self.recycle_events();
+        }
         let event = self.acquire_event()?;
         let closed = closed.unwrap_or_else(|| self.epochs.close());
         // The order of the next three steps matters: see the module `epochs`.
@@ -476,6 +483,19 @@ impl Timeline {
 
     fn acquire_event(&self) -> Result<Arc<OwnedEvent>> {
         self.events.acquire(&self.driver, self.raw.device()).map_err(|e| self.driver_error(e))
+    }
+
+    /// Queries the middle one of the recorded events, if there are many (`cuEventQuery`). If it is
+    /// complete, it and the earlier ones can be recorded again. A stream that is fenced at each
+    /// free would otherwise create an event for each, until its pool polls in a slow path.
+    ///
+    /// Errors are left to the next poll. The caller has relaxed the thread's capture mode.
+    fn recycle_events(&self) {
+        let Some((epoch, event)) = self.epochs.middle(RECYCLED_FROM) else { return };
+        if self.driver.event_query(event.raw) == Ok(true) {
+            drop(event);
+            self.finish(epoch);
+        }
     }
 
     fn driver_error(&self, error: DriverError) -> MemoryError {

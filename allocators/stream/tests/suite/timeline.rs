@@ -401,3 +401,34 @@ fn each_pool_keeps_one_number_for_a_stream() {
     t.detach(2);
     assert_eq!((t.attachment(1), t.attachment(2)), (Some(10), None));
 }
+
+#[test]
+fn a_stream_that_is_only_fenced_records_few_events_again_and_queries_few_of_them() {
+    const FENCES: u64 = 10_000;
+    let rig = Rig::stepped(1);
+    let s = rig.lease();
+    for _ in 0..FENCES {
+        let epoch = work(&rig, &s);
+        rig.sim.run_all();
+        assert_eq!(s.timeline().fence(epoch), Ok(Fence::Recorded));
+    }
+    assert_eq!(rig.made(Call::EventRecord), FENCES);
+    assert!(rig.made(Call::EventCreate) <= 64, "{}", rig.made(Call::EventCreate));
+    assert!(rig.made(Call::EventQuery) <= FENCES / 16, "{}", rig.made(Call::EventQuery));
+    // No event is recorded again while it proves anything that is not known.
+    let last = work(&rig, &s);
+    let queued: Vec<u64> = (0..100)
+        .map(|_| {
+            let epoch = work(&rig, &s);
+            s.timeline().fence(epoch).unwrap();
+            epoch
+        })
+        .collect();
+    assert!(!s.timeline().is_done(last));
+    assert!(queued.iter().all(|&epoch| !s.timeline().is_done(epoch)));
+    rig.sim.run_all();
+    s.timeline().poll().unwrap();
+    assert!(queued.iter().all(|&epoch| s.timeline().is_done(epoch)));
+    drop(s);
+    rig.assert_all_given_back();
+}
