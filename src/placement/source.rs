@@ -11,6 +11,7 @@ use super::{
 };
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_driver::{DeviceInfo, Driver};
+use aquifer_host::topology::Topology;
 use aquifer_ledger::{Ledger, LedgerError, LedgerMemory, Member, Share, folder_of_environment};
 use std::{
     collections::BTreeMap,
@@ -316,11 +317,12 @@ pub(crate) fn memory_of(driver: &Arc<dyn Driver>, info: &DeviceInfo) -> LedgerMe
 
 impl LedgerDevices {
     /// Joins the ledger of each device of the driver, without a guarantee. The folder is that of
-    /// `AQUIFER_LEDGER` unless it is given.
+    /// `AQUIFER_LEDGER` unless it is given. What is held of a device stays below the cap that
+    /// administrators set for this process, see [`Topology::device_cap`].
     ///
     /// # Errors
     /// [`MemoryError::BadSetting`] for a ledger that cannot be joined, and for
-    /// `AQUIFER_LEDGER=off`; the driver's.
+    /// `AQUIFER_LEDGER=off`; those of [`Topology::device_cap`]; the driver's.
     pub fn join(driver: &Arc<dyn Driver>, folder: Option<&Path>) -> Result<Self> {
         let refused = |value: String| MemoryError::BadSetting {
             name: "the devices of a node",
@@ -336,11 +338,13 @@ impl LedgerDevices {
         };
         let of = |error| MemoryError::driver(DeviceId(0), error);
         let count = driver.device_count().map_err(of)?;
+        let topology = Topology::read()?;
         let join = |ordinal| {
             let info = driver.device_info(DeviceId(ordinal)).map_err(of)?;
             let name = memory_of(driver, &info).to_string();
+            let cap = topology.device_cap(&info)?.value.unwrap_or(u64::MAX);
             let member = Ledger::open(&folder, &name, info.memory)
-                .and_then(|ledger| Share::new().join(ledger))
+                .and_then(|ledger| Share::new().limit(cap).join(ledger))
                 .map_err(refused_by)?;
             Ok((info, Arc::new(member)))
         };

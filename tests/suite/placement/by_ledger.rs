@@ -100,6 +100,41 @@ fn a_request_that_fits_nowhere_names_each_device_with_its_reason() {
 }
 
 #[test]
+#[ignore = "a program of another test, under caps"]
+fn places_under_caps() {
+    let scratch = Scratch::new("caps");
+    let node = scratch.node(3);
+    let of = |of: fn(&aquifer::placement::Candidate<'_>) -> u64| -> Vec<u64> {
+        node.candidates().iter().map(of).collect()
+    };
+    assert_eq!(of(|device| device.total), [30 * MIB, CAPACITY, CAPACITY]);
+    assert_eq!(of(|device| device.free), [30 * MIB, CAPACITY, CAPACITY]);
+    let first = node.hold(0, 20 * MIB).unwrap();
+    assert_eq!(of(|device| device.free)[0], 10 * MIB);
+    assert!(matches!(node.hold(0, 11 * MIB), Err(RejectReason::Free { .. })));
+    let rest = node.hold(0, 10 * MIB).unwrap();
+    drop((first, rest));
+    assert_eq!(of(|device| device.free)[0], 30 * MIB);
+}
+
+#[test]
+fn what_is_held_of_a_device_stays_below_the_cap_of_the_process() {
+    let under = |limits: &str| {
+        let output = process::Command::new(env::current_exe().unwrap())
+            .args(["--exact", "placement::by_ledger::places_under_caps", "--ignored"])
+            .env("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", limits)
+            .output()
+            .unwrap();
+        (output.status.success(), String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    let (passed, told) = under("0=30M,1=1G");
+    assert!(passed && told.contains("1 passed"), "{told}");
+    // A cap that cannot be read is an error, and neither 0 nor unlimited.
+    let (passed, told) = under("0=much");
+    assert!(!passed && told.contains("0=much"), "{told}");
+}
+
+#[test]
 fn processes_that_place_at_one_moment_never_hold_more_than_there_is() {
     let scratch = Scratch::new("race");
     let held: [AtomicU64; 3] = Default::default();
