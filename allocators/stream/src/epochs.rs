@@ -119,11 +119,12 @@ impl<E> Epochs<E> {
             .with(|recorded| recorded.front().map(|(epoch, event)| (*epoch, event.clone())))
     }
 
-    /// Returns the published event in the middle, if at least `count` are published.
+    /// Returns the published event in the middle, if the number of published ones is a multiple of
+    /// `count`.
     pub(crate) fn middle(&self, count: usize) -> Option<(u64, Arc<E>)> {
         self.recorded.with(|recorded| {
             let (epoch, event) = recorded.get(recorded.len() / 2)?;
-            (recorded.len() >= count).then(|| (*epoch, event.clone()))
+            recorded.len().is_multiple_of(count).then(|| (*epoch, event.clone()))
         })
     }
 

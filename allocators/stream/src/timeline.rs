@@ -53,8 +53,8 @@ impl Fence {
     }
 }
 
-/// How many events of a stream are recorded, but not known to be complete, before their completion
-/// is queried for a new fence.
+/// How many events of a stream are recorded, but not known to be complete, before a new fence
+/// queries one of them. If it is pending, as many more are recorded before the next query.
 const RECYCLED_FROM: usize = 32;
 
 /// The longest pause between two polls of an event in a wait with a deadline.
@@ -485,9 +485,10 @@ impl Timeline {
         self.events.acquire(&self.driver, self.raw.device()).map_err(|e| self.driver_error(e))
     }
 
-    /// Queries the middle one of the recorded events, if there are many (`cuEventQuery`). If it is
-    /// complete, it and the earlier ones can be recorded again. A stream that is fenced at each
-    /// free would otherwise create an event for each, until its pool polls in a slow path.
+    /// Queries the middle one of the recorded events (`cuEventQuery`), if [`RECYCLED_FROM`] more
+    /// have been recorded since the last query. If it is complete, it and the earlier ones can be
+    /// recorded again. A stream that is fenced at each free would otherwise create an event for
+    /// each, until its pool polls in a slow path.
     ///
     /// Errors are left to the next poll. The caller has relaxed the thread's capture mode.
     fn recycle_events(&self) {

@@ -67,8 +67,8 @@ pub struct OutOfMemory {
     /// Whether `refused` limits the live bytes of a tenant or a tag. Free memory of the pool does
     /// not help then. Only the reclaimers registered with that budget were called.
     pub of_live_bytes: bool,
-    /// Whether the request needs whole handles or allocations of the driver, as stable, reserved
-    /// and parkable memory does. Free parts of caches do not help then, on any stream.
+    /// Whether the request needs whole handles or allocations of the driver, as stable, reserved,
+    /// parkable and graphs' memory does. Free parts of caches do not help then, on any stream.
     pub of_whole_handles: bool,
     /// The driver's refusal, if the driver refused.
     pub driver: Option<DriverError>,

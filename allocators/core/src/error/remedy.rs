@@ -68,8 +68,8 @@ pub enum Remedy<'a> {
         /// The limits that could be raised instead.
         or_raise: Option<RequiredLimits<'a>>,
     },
-    /// Enough memory is free in total, but the request needs whole handles, and a live block lies
-    /// in each.
+    /// Enough memory is free in total, but the request needs whole handles or allocations of the
+    /// driver, and none is free as a whole.
     FreeWholeHandles {
         /// Free bytes in total.
         free: u64,

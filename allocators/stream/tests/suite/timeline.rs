@@ -415,20 +415,21 @@ fn a_stream_that_is_only_fenced_records_few_events_again_and_queries_few_of_them
     assert_eq!(rig.made(Call::EventRecord), FENCES);
     assert!(rig.made(Call::EventCreate) <= 64, "{}", rig.made(Call::EventCreate));
     assert!(rig.made(Call::EventQuery) <= FENCES / 16, "{}", rig.made(Call::EventQuery));
-    // No event is recorded again while it proves anything that is not known.
-    let last = work(&rig, &s);
-    let queued: Vec<u64> = (0..100)
+    // While work is pending, no event is recorded again, and few queries are made in vain.
+    let (created, queried) = (rig.made(Call::EventCreate), rig.made(Call::EventQuery));
+    let pending: Vec<u64> = (0..1000)
         .map(|_| {
             let epoch = work(&rig, &s);
             s.timeline().fence(epoch).unwrap();
             epoch
         })
         .collect();
-    assert!(!s.timeline().is_done(last));
-    assert!(queued.iter().all(|&epoch| !s.timeline().is_done(epoch)));
+    assert!(rig.made(Call::EventCreate) >= created + 900);
+    assert!(rig.made(Call::EventQuery) <= queried + 40);
+    assert!(pending.iter().all(|&epoch| !s.timeline().is_done(epoch)));
     rig.sim.run_all();
     s.timeline().poll().unwrap();
-    assert!(queued.iter().all(|&epoch| s.timeline().is_done(epoch)));
+    assert!(pending.iter().all(|&epoch| s.timeline().is_done(epoch)));
     drop(s);
     rig.assert_all_given_back();
 }
