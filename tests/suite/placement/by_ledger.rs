@@ -5,7 +5,7 @@
 
 use aquifer::{
     Driver, Group, MemoryError, PlaceError, PlacementRequest, Policy, Request, Runtime,
-    placement::{DeviceSource, LedgerDevices, RejectReason},
+    placement::{Candidate, DeviceSource, LedgerDevices, RejectReason},
     sim::Sim,
 };
 use std::{
@@ -104,9 +104,8 @@ fn a_request_that_fits_nowhere_names_each_device_with_its_reason() {
 fn places_under_caps() {
     let scratch = Scratch::new("caps");
     let node = scratch.node(3);
-    let of = |of: fn(&aquifer::placement::Candidate<'_>) -> u64| -> Vec<u64> {
-        node.candidates().iter().map(of).collect()
-    };
+    let of =
+        |of: fn(&Candidate<'_>) -> u64| -> Vec<u64> { node.candidates().iter().map(of).collect() };
     assert_eq!(of(|device| device.total), [30 * MIB, CAPACITY, CAPACITY]);
     assert_eq!(of(|device| device.free), [30 * MIB, CAPACITY, CAPACITY]);
     let first = node.hold(0, 20 * MIB).unwrap();
