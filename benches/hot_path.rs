@@ -9,7 +9,7 @@
 //! The driver is the simulator without its checks, so that only the pool is measured. A *pair* is
 //! one allocation and one free. A *batch* is 64 allocations, then their frees in the same order.
 //! *Random* draws sizes up to a bound and frees in random order, by the rules of RMM's own
-//! benchmark. *Swing* is the worst case of a pool's peak: the live bytes of each of 8 streams rise
+//! benchmark. *On a plan* plays the same operations under a plan made of them, in a loop. *Swing* is the worst case of a pool's peak: the live bytes of each of 8 streams rise
 //! and fall, and their sum stays at the peak, or in the other row at half of it.
 #![expect(clippy::print_stdout, reason = "a benchmark shows what it found")]
 
@@ -17,6 +17,7 @@ use aquifer::{
     Block, Budget, DeviceId, DevicePool, Driver, PoolConfig, Request, Stream, Tenant, sim::Sim,
 };
 use aquifer_core::random::SplitMix64;
+use aquifer_plan::{Plan, PlanBlock, PlanOptions};
 use std::{error::Error, hint::black_box, sync::Arc, time::Instant};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -28,6 +29,8 @@ const GIB: u64 = 1 << 30;
 const ROUNDS: usize = 15;
 /// Blocks per batch.
 const BATCH: usize = 64;
+/// Allocations of a random row, which it repeats.
+const STEPS: usize = 1000;
 /// The limit of live bytes in a random row, as in RMM's benchmark.
 const LIVE: u64 = 16_000 * MIB;
 
@@ -39,6 +42,8 @@ enum Row {
     Tenant(u64),
     Batch(u64),
     Random(u64),
+    /// The operations of a random row under a plan made of them.
+    Planned(u64),
     /// Operations of streams whose sum is at the peak.
     Swing(u64),
     /// The same operations below the peak.
@@ -58,6 +63,7 @@ impl Row {
             Self::Tenant(bytes) => format!("pair {} of a tenant's", size(bytes)),
             Self::Batch(bytes) => format!("batch of {BATCH} of {}, a pair of it", size(bytes)),
             Self::Random(most) => format!("random up to {}, one operation", size(most)),
+            Self::Planned(most) => format!("the same up to {}, on a plan", size(most)),
             Self::Swing(bytes) => format!("swing of {}, at the peak", size(bytes)),
             Self::Below(bytes) => format!("swing of {}, below it", size(bytes)),
         }
@@ -97,6 +103,22 @@ fn steps(count: usize, most: u64) -> Vec<Step> {
     steps
 }
 
+/// Returns a plan of steps on one stream.
+fn plan(steps: &[Step]) -> Outcome<Plan> {
+    let (mut blocks, mut held) = (Vec::<PlanBlock>::new(), Vec::new());
+    for (number, step) in (0..).zip(steps) {
+        match *step {
+            Step::Allocate(bytes) => {
+                held.push(blocks.len());
+                let end = aquifer_plan::NEVER;
+                blocks.push(PlanBlock { bytes, first: number, end, stream: 0, shared: false });
+            }
+            Step::Free(at) => blocks[held.swap_remove(at)].end = number,
+        }
+    }
+    Ok(Plan::make(&blocks, &PlanOptions::default())?)
+}
+
 /// The streams of a swing, and the blocks that each has at most.
 const SWINGING: usize = 8;
 const HIGH: usize = 32;
@@ -112,11 +134,15 @@ struct Bench {
 }
 
 impl Bench {
-    fn new() -> Outcome<Self> {
+    fn new(row: Row) -> Outcome<Self> {
         let sim = Sim::h200(1).symbolic();
         sim.oracle(false);
         let driver: Arc<dyn Driver> = sim.driver();
-        let pool = DevicePool::open(driver, DeviceId(0), PoolConfig::default())?;
+        let mut config = PoolConfig::default();
+        if let Row::Planned(most) = row {
+            config = config.with_plan(Arc::new(plan(&steps(STEPS, most))?));
+        }
+        let pool = DevicePool::open(driver, DeviceId(0), config)?;
         let stream = pool.stream()?;
         let tenant = pool.for_tenant(&Budget::new("the tenant", 64 * GIB))?;
         Ok(Self { pool, tenant, stream, held: Vec::new(), swinging: Vec::new() })
@@ -142,8 +168,8 @@ impl Bench {
                 self.batches(bytes, batches)?;
                 Ok(per(begun, batches * BATCH))
             }
-            Row::Random(most) => {
-                let steps = steps(1000, most);
+            Row::Random(most) | Row::Planned(most) => {
+                let steps = steps(STEPS, most);
                 self.held.reserve(steps.len());
                 let times = (operations / steps.len()).max(1);
                 let begun = Instant::now();
@@ -264,11 +290,16 @@ fn main() -> Outcome<()> {
             Some("tenant") => Row::Tenant(bytes),
             Some("batch") => Row::Batch(bytes),
             Some("random") => Row::Random(bytes),
+            Some("planned") => Row::Planned(bytes),
             Some("swing") => Row::Swing(bytes),
             Some("below") => Row::Below(bytes),
-            _ => return Err("what to count: pair, tenant, batch, random, swing or below".into()),
+            _ => {
+                return Err(
+                    "what to count: pair, tenant, batch, random, planned, swing or below".into()
+                );
+            }
         };
-        let mut bench = Bench::new()?;
+        let mut bench = Bench::new(row)?;
         bench.run(row, 20_000)?;
         bench.measured(row, 20_000)?;
         return Ok(());
@@ -278,11 +309,12 @@ fn main() -> Outcome<()> {
     rows.extend([256, MIB, 64 * MIB].map(Row::Tenant));
     rows.extend([256, 64 * KIB, MIB, 64 * MIB].map(Row::Batch));
     rows.extend([MIB, 64 * MIB, 4 * GIB].map(Row::Random));
+    rows.extend([MIB, 64 * MIB].map(Row::Planned));
     rows.extend([64 * KIB, MIB, 16 * MIB].map(Row::Swing));
     rows.extend([64 * KIB, MIB, 16 * MIB].map(Row::Below));
     println!("{:<40} {:>8} {:>12} {:>7}", "ns", "pool", "malloc pair", "ratio");
     for row in rows {
-        let mut bench = Bench::new()?;
+        let mut bench = Bench::new(row)?;
         bench.run(row, 100_000)?;
         let (mut pool, mut malloc) = (Vec::new(), Vec::new());
         for _ in 0..ROUNDS {

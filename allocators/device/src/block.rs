@@ -143,6 +143,7 @@ impl Block {
     }
 
     /// Makes a block that returns to one of the driver's allocators.
+    #[inline]
     pub(crate) fn from_driver_block(
         address: u64,
         request: PackedRequest,

@@ -532,11 +532,13 @@ impl DedicatedPool {
     }
 
     /// Returns a number for a block if the driver has an observer, or else 0.
+    #[inline]
     pub(crate) fn generation(&self) -> u64 {
         if self.observed { self.generations.fetch_add(1, Ordering::Relaxed) } else { 0 }
     }
 
     /// Reports the owner of a range to the driver's observer, if the block has a generation.
+    #[inline]
     pub(crate) fn notify_observer(
         &self,
         generation: u64,
@@ -567,6 +569,7 @@ impl DedicatedPool {
 
     /// Makes an event with its ticket, if there is a recorder. It is made under the lock that
     /// orders it, and sent without it.
+    #[inline]
     pub(crate) fn event(
         &self,
         kind: BlockKind,

@@ -93,8 +93,7 @@ fn open_cursor(core: &Arc<PoolCore>, cursor: PlanCursor) -> Result<()> {
     count(&core.counters.growths, 1);
     core.report_pool(Action::Grow, bytes, Tag::NONE);
     let memory = PlannedMemory::new(core, span, cursor);
-    core.add_hook(Box::new(PlanHook { memory, is_dropped: AtomicBool::new(false) }));
-    core.add_full_path_reason();
+    core.add_last_hook(Box::new(PlanHook { memory, is_dropped: AtomicBool::new(false) }));
     Ok(())
 }
 
@@ -118,7 +117,7 @@ impl PlanHook {
 }
 
 impl PoolHook for PlanHook {
-    fn allocate_any(
+    fn allocate(
         &self,
         core: &PoolCore,
         stream: &Stream,

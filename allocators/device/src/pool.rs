@@ -293,6 +293,15 @@ impl DevicePool {
     #[inline(never)]
     fn alloc_full(&self, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
+        if let Some(hook) = self.core().only_hook() {
+            return match hook.allocate(self.core(), stream, request)? {
+                Some(block) => Ok(block),
+                None => {
+                    let _request = begin_request();
+                    self.core().allocate(stream, request)
+                }
+            };
+        }
         // One deadline for the tag's limit and for the pool.
         let _request = begin_request();
         let of_tag = self.core().charge_tag(stream, &request)?;

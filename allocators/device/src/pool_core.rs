@@ -80,6 +80,9 @@ pub(crate) struct PoolCore {
     full_path_reasons: AtomicU32,
     /// The features that take part, in the order of their first use.
     hooks: AppendList<Box<dyn PoolHook>>,
+    /// The feature that takes part after all others, and allocates alone while it has the only
+    /// reason for the full path.
+    last_hook: OnceLock<Box<dyn PoolHook>>,
     generations: AtomicU64,
     pub(crate) counters: Counters,
     /// What other processes are shown.
@@ -114,17 +117,6 @@ pub(crate) trait PoolHook: Any + Send + Sync {
     /// Allocates a block from elsewhere than the pool's caches, if the request belongs there. The
     /// request has been checked.
     fn allocate(
-        &self,
-        _core: &PoolCore,
-        _stream: &Stream,
-        _request: Request,
-    ) -> Result<Option<Block>> {
-        Ok(None)
-    }
-
-    /// Allocates a block for a request that belongs to no other feature, if this one has a place
-    /// for it. The request has been checked.
-    fn allocate_any(
         &self,
         _core: &PoolCore,
         _stream: &Stream,
@@ -221,6 +213,7 @@ impl PoolCore {
             observed,
             full_path_reasons: AtomicU32::new(u32::from(slow)),
             hooks: AppendList::new(),
+            last_hook: OnceLock::new(),
             generations: AtomicU64::new(1),
             counters: Counters::default(),
             status,
@@ -281,12 +274,20 @@ impl PoolCore {
 
     /// Returns the hooks of features.
     pub(crate) fn hooks(&self) -> impl Iterator<Item = &dyn PoolHook> {
-        self.hooks.iter().map(|hook| &**hook)
+        self.hooks.iter().chain(self.last_hook.get()).map(|hook| &**hook)
     }
 
     /// Adds the hook of a feature.
     pub(crate) fn add_hook(&self, hook: Box<dyn PoolHook>) {
         self.hooks.push(hook);
+    }
+
+    /// Adds the hook of a feature that takes part after all others, and gives it a reason to take
+    /// the full path. A pool has at most one: a second is dropped.
+    pub(crate) fn add_last_hook(&self, hook: Box<dyn PoolHook>) {
+        if self.last_hook.set(hook).is_ok() {
+            self.add_full_path_reason();
+        }
     }
 
     /// Returns the part of a feature that belongs to this pool, created at its first use.
@@ -322,12 +323,15 @@ impl PoolCore {
                 return Ok(Some(block));
             }
         }
-        for hook in self.hooks() {
-            if let Some(block) = hook.allocate_any(self, stream, request)? {
-                return Ok(Some(block));
-            }
-        }
         Ok(None)
+    }
+
+    /// Returns the last feature, if no other has a reason for the full path: there is no other to
+    /// be asked, and no limit of a tag.
+    #[inline]
+    pub(crate) fn only_hook(&self) -> Option<&dyn PoolHook> {
+        let hook = self.last_hook.get()?;
+        (self.full_path_reasons.load(Ordering::Relaxed) == 1).then_some(&**hook)
     }
 
     /// Returns what tags hold outside of the caches.

@@ -64,15 +64,44 @@ pub struct CursorCounters {
     pub resynchronisations: u64,
 }
 
-/// The state of a block of the plan.
+/// The state of a block of the plan: the pass in which it was placed last, or 0 for none, and two
+/// flags in its lowest bits. One comparison tells whether it was placed in a pass, is freed, and is
+/// not stale.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-struct BlockState {
-    /// The pass in which it was placed last; 0 for none.
-    pass: u32,
-    is_live: bool,
-    /// Whether a block that came later, or a block of another stream, may be the last user of its
+struct BlockState(u32);
+
+impl BlockState {
+    const LIVE: u32 = 1;
+    /// A block that came later, or a block of another stream, may be the last user of its
     /// addresses.
-    is_stale: bool,
+    const STALE: u32 = 2;
+    const LAST_PASS: u32 = u32::MAX >> 2;
+
+    /// Returns the state of a block that was placed in a pass, is freed, and is not stale.
+    #[inline]
+    fn freed(pass: u32) -> Self {
+        Self(pass << 2)
+    }
+
+    #[inline]
+    fn live(pass: u32) -> Self {
+        Self(pass << 2 | Self::LIVE)
+    }
+
+    #[inline]
+    fn is_live(self) -> bool {
+        self.0 & Self::LIVE != 0
+    }
+
+    /// Returns whether the block is not live, and was not placed in `pass` or later.
+    #[inline]
+    fn is_waiting(self, pass: u32) -> bool {
+        !self.is_live() && self.0 >> 2 < pass
+    }
+
+    fn make_stale(&mut self) {
+        self.0 |= Self::STALE;
+    }
 }
 
 /// A position in a plan, for a program that runs again.
@@ -121,10 +150,9 @@ pub struct PlanCursor {
     /// The lowest block that is expected.
     expected: u32,
     placed_to: Option<u32>,
-    /// The last three allocations, the latest last.
-    recent: [Option<Key>; 3],
-    /// Allocations in a row that matched nothing.
+    /// Allocations in a row that matched nothing, and the last three such, the latest last.
     unknown_in_row: u32,
+    unknown: [Option<Key>; 3],
     step_allocations: u64,
     step_strays: u64,
     bad_steps: u32,
@@ -148,8 +176,8 @@ impl PlanCursor {
             followed: Vec::new(),
             expected: 0,
             placed_to: None,
-            recent: [None; 3],
             unknown_in_row: 0,
+            unknown: [None; 3],
             step_allocations: 0,
             step_strays: 0,
             bad_steps: 0,
@@ -179,15 +207,31 @@ impl PlanCursor {
 
     /// Returns the place of a block of `bytes` on `stream`. The block lives until it is
     /// [freed](PlanCursor::free).
+    #[inline]
     pub fn allocate(&mut self, bytes: u64, stream: u32) -> PlanAnswer {
+        self.count_step();
+        self.follow(bytes, stream).unwrap_or_else(|| self.allocate_any(bytes, stream))
+    }
+
+    /// Places the expected block, if it is asked for and comes in the recorded order.
+    #[inline]
+    fn follow(&mut self, bytes: u64, stream: u32) -> Option<PlanAnswer> {
+        let next = self.plan.blocks().get(self.expected as usize)?;
+        let is_next = next.bytes == bytes.checked_next_multiple_of(BLOCK_ALIGN)?
+            && next.stream == stream
+            && self.is_waiting(self.expected)
+            && !self.is_dropped()
+            && self.is_in_order(self.expected);
+        is_next.then(|| self.place(self.expected, true))
+    }
+
+    /// Places a block that may come in any order.
+    #[inline(never)]
+    fn allocate_any(&mut self, bytes: u64, stream: u32) -> PlanAnswer {
         if self.is_dropped() {
             self.counters.strays += 1;
             return PlanAnswer::Stray;
         }
-        if self.step_allocations >= self.states.len() as u64 {
-            self.end_step();
-        }
-        self.step_allocations += 1;
         if self.skip_placed() == self.states.len() as u32
             && (self.live as usize) < self.states.len()
         {
@@ -198,19 +242,18 @@ impl PlanCursor {
         let bytes = bytes.checked_next_multiple_of(BLOCK_ALIGN).unwrap_or(0);
         let next = self.plan.blocks().get(self.expected as usize);
         let is_next = next.is_some_and(|next| next.bytes == bytes && next.stream == stream);
-        let (key, found) = if is_next {
-            (Some(self.expectation.key_of_block(self.expected)), Ok(self.expected))
+        let found = if is_next {
+            Ok(self.expected)
         } else {
-            let key = self.expectation.key(bytes, stream);
-            (key, self.search(key))
+            self.search(self.expectation.key(bytes, stream))
         };
-        self.recent = [self.recent[1], self.recent[2], key];
-        let placed = found.and_then(|block| self.place(block));
-        let placed = match placed {
+        let placed = match found.and_then(|block| self.place_if_free(block)) {
             Err(Miss::Unknown) => {
                 self.unknown_in_row += 1;
+                self.unknown =
+                    [self.unknown[1], self.unknown[2], self.expectation.key(bytes, stream)];
                 match self.resynchronise() {
-                    Some(block) => self.place(block),
+                    Some(block) => self.place_if_free(block),
                     None => Err(Miss::Unknown),
                 }
             }
@@ -220,18 +263,12 @@ impl PlanCursor {
                 placed
             }
         };
-        match placed {
-            Ok(answer) => {
-                self.counters.hits += 1;
-                answer
-            }
-            Err(miss) => {
-                self.step_strays += 1;
-                self.counters.strays += 1;
-                self.counters.overlaps += u64::from(miss == Miss::Overlap);
-                PlanAnswer::Stray
-            }
-        }
+        placed.unwrap_or_else(|miss| {
+            self.step_strays += 1;
+            self.counters.strays += 1;
+            self.counters.overlaps += u64::from(miss == Miss::Overlap);
+            PlanAnswer::Stray
+        })
     }
 
     /// Returns the blocks that the block of the last hit has to follow: all of their uses have to
@@ -240,15 +277,18 @@ impl PlanCursor {
     /// Of a block in the recorded order these are the blocks of its [edges](crate::Plan::edges),
     /// and, when the plan is followed again, those of the pass before that no stream orders. Of any
     /// other they are all last users of its addresses.
+    #[inline]
     pub fn followed(&self) -> &[u32] {
         if self.is_recorded { self.expectation.unordered(self.last) } else { &self.followed }
     }
 
     /// Frees a block of the plan: later blocks may have its addresses. Returns whether it was live;
     /// nothing happens if not.
+    #[inline]
     pub fn free(&mut self, block: u32) -> bool {
         let Some(state) = self.states.get_mut(block as usize) else { return false };
-        let was_live = std::mem::take(&mut state.is_live);
+        let was_live = state.is_live();
+        state.0 &= !BlockState::LIVE;
         self.live -= u32::from(was_live);
         was_live
     }
@@ -257,7 +297,7 @@ impl PlanCursor {
     /// No later block relies on the plan's order behind it.
     pub fn cancel(&mut self, block: u32) {
         if self.free(block) {
-            self.states[block as usize].is_stale = true;
+            self.states[block as usize].make_stale();
             self.counters.hits -= 1;
             self.counters.strays += 1;
             self.counters.overlaps += 1;
@@ -275,9 +315,10 @@ impl PlanCursor {
     /// Tells that a stream of the plan is another one of the program from here on. No later block
     /// relies on the plan's order behind earlier ones of this stream.
     pub fn replace_stream(&mut self, stream: u32) {
-        for (state, block) in self.states.iter_mut().zip(self.plan.blocks()) {
-            state.is_stale |= block.stream == stream;
-        }
+        let blocks = self.states.iter_mut().zip(self.plan.blocks());
+        blocks
+            .filter(|(_, block)| block.stream == stream)
+            .for_each(|(state, _)| state.make_stale());
     }
 
     /// An iterator over the blocks that are expected next, of which the first in the recorded
@@ -288,7 +329,7 @@ impl PlanCursor {
         let (from, pass) =
             if is_over { (0, self.pass + 1) } else { (self.expected as usize, self.pass) };
         let waiting = self.states[from..].iter().zip(&self.plan.blocks()[from..]);
-        let waiting = waiting.filter(move |(state, _)| !state.is_live && state.pass < pass);
+        let waiting = waiting.filter(move |(state, _)| state.is_waiting(pass));
         waiting.map(|(_, block)| block).take(AHEAD as usize)
     }
 
@@ -301,6 +342,15 @@ impl PlanCursor {
         }
     }
 
+    /// Counts an allocation. Without word from the program, a step is as many as the plan has.
+    #[inline]
+    fn count_step(&mut self) {
+        if self.step_allocations >= self.states.len() as u64 {
+            self.end_step();
+        }
+        self.step_allocations += 1;
+    }
+
     fn end_step(&mut self) {
         if self.step_allocations > 0 && !self.is_dropped() {
             let is_bad = self.step_strays * 5 > self.step_allocations;
@@ -311,9 +361,11 @@ impl PlanCursor {
 
     /// Expects all blocks again, from `block` on.
     fn begin_pass(&mut self, block: u32) {
-        if self.pass == u32::MAX {
+        if self.pass == BlockState::LAST_PASS {
             // After as many passes the count begins again, and no block counts as placed.
-            self.states.iter_mut().for_each(|state| state.pass = 0);
+            self.states
+                .iter_mut()
+                .for_each(|state| state.0 &= BlockState::LIVE | BlockState::STALE);
             self.pass = 1;
         }
         self.pass += 1;
@@ -321,9 +373,9 @@ impl PlanCursor {
     }
 
     /// Returns whether a block was not placed in this pass and is not live.
+    #[inline]
     fn is_waiting(&self, block: u32) -> bool {
-        let state = self.states[block as usize];
-        !state.is_live && state.pass < self.pass
+        self.states[block as usize].is_waiting(self.pass)
     }
 
     /// Moves to the next block that is not placed, and returns it.
@@ -362,28 +414,25 @@ impl PlanCursor {
     fn is_free(&mut self, block: u32) -> bool {
         self.followed.clear();
         self.last_users.of(block, self.plan.blocks(), &mut self.followed);
-        !self.followed.iter().any(|&user| self.states[user as usize].is_live)
+        !self.followed.iter().any(|&user| self.states[user as usize].is_live())
     }
 
     /// Returns whether a block comes in the recorded order, so that no live block can have its
     /// addresses, and the order of the plan is the order of all their uses.
+    #[inline]
     fn is_in_order(&self, block: u32) -> bool {
-        let done = |&earlier: &u32, pass| {
-            let state = self.states[earlier as usize];
-            !state.is_live && !state.is_stale && state.pass == pass
+        let are_freed = |earlier: &[u32], pass| {
+            let freed = BlockState::freed(pass);
+            earlier.iter().all(|&earlier| self.states[earlier as usize] == freed)
         };
-        let expectation = &self.expectation;
         self.placed_to.is_none_or(|last| block > last)
-            && expectation.predecessors(block).iter().all(|earlier| done(earlier, self.pass))
+            && are_freed(self.expectation.predecessors(block), self.pass)
             && (self.pass == 1
-                || expectation
-                    .predecessors_in_loop(block)
-                    .iter()
-                    .all(|earlier| done(earlier, self.pass - 1)))
+                || are_freed(self.expectation.predecessors_in_loop(block), self.pass - 1))
     }
 
-    /// Makes a block live.
-    fn place(&mut self, block: u32) -> Result<PlanAnswer, Miss> {
+    /// Makes a block live, if no live block has its addresses.
+    fn place_if_free(&mut self, block: u32) -> Result<PlanAnswer, Miss> {
         let recorded = self.is_in_order(block);
         if !recorded && !self.is_free(block) {
             // It is not expected again.
@@ -393,18 +442,25 @@ impl PlanCursor {
         if self.placed_to.is_some_and(|last| last > block) {
             // It comes late: blocks after it are no longer the last users of its addresses.
             for &later in self.followed.iter().filter(|&&later| later > block) {
-                self.states[later as usize].is_stale = true;
+                self.states[later as usize].make_stale();
             }
         }
-        self.states[block as usize] =
-            BlockState { pass: self.pass, is_live: true, is_stale: false };
+        Ok(self.place(block, recorded))
+    }
+
+    /// Makes a block live.
+    #[inline]
+    fn place(&mut self, block: u32, recorded: bool) -> PlanAnswer {
+        self.states[block as usize] = BlockState::live(self.pass);
         self.live += 1;
         self.last_users.record(block);
         (self.last, self.is_recorded) = (block, recorded);
         self.placed_to = Some(self.placed_to.map_or(block, |last| last.max(block)));
         self.expected = self.expected.max(block + 1);
+        self.unknown_in_row = 0;
+        self.counters.hits += 1;
         let offset = self.plan.blocks()[block as usize].offset;
-        Ok(PlanAnswer::Hit { block, offset, recorded })
+        PlanAnswer::Hit { block, offset, recorded }
     }
 
     /// If the position is lost, looks for the last three allocations in the plan, moves there and
@@ -413,7 +469,7 @@ impl PlanCursor {
         if self.unknown_in_row < LOST {
             return None;
         }
-        let [Some(first), Some(second), Some(third)] = self.recent else { return None };
+        let [Some(first), Some(second), Some(third)] = self.unknown else { return None };
         let block = self.expectation.after([first, second, third], self.expected)?;
         self.counters.resynchronisations += 1;
         self.unknown_in_row = 0;

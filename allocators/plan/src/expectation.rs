@@ -11,23 +11,31 @@ use std::collections::HashMap;
 pub(crate) struct Key(u32);
 
 /// Lists of numbers, one after another.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Lists {
-    /// The end of each list.
-    ends: Vec<usize>,
+    /// The start of each list, and the end of the last.
+    bounds: Vec<usize>,
     all: Vec<u32>,
+}
+
+impl Default for Lists {
+    fn default() -> Self {
+        Self { bounds: vec![0], all: Vec::new() }
+    }
 }
 
 impl Lists {
     fn push(&mut self, list: &[u32]) {
         self.all.extend_from_slice(list);
-        self.ends.push(self.all.len());
+        self.bounds.push(self.all.len());
     }
 
+    #[inline]
     fn get(&self, number: u32) -> &[u32] {
-        let number = number as usize;
-        let from = if number == 0 { 0 } else { self.ends[number - 1] };
-        &self.all[from..self.ends[number]]
+        match self.bounds[number as usize..] {
+            [from, to, ..] => &self.all[from..to],
+            _ => &[],
+        }
     }
 }
 
@@ -97,11 +105,6 @@ impl Expectation {
         self.keys.get(&(bytes, stream)).copied()
     }
 
-    /// Returns the key of a block.
-    pub(crate) fn key_of_block(&self, block: u32) -> Key {
-        self.key_of[block as usize]
-    }
-
     /// Returns the blocks of a key from `block` on.
     pub(crate) fn blocks_from(&self, key: Key, block: u32) -> &[u32] {
         let all = self.blocks_of.get(key.0);
@@ -109,17 +112,20 @@ impl Expectation {
     }
 
     /// Returns the last blocks before one that had any of its addresses.
+    #[inline]
     pub(crate) fn predecessors(&self, block: u32) -> &[u32] {
         self.before.get(block)
     }
 
     /// Returns the last blocks of the pass before that had those of its addresses that no block
     /// before it in the pass had.
+    #[inline]
     pub(crate) fn predecessors_in_loop(&self, block: u32) -> &[u32] {
         self.before_in_loop.get(block)
     }
 
     /// Returns those of all its predecessors that no stream orders before it.
+    #[inline]
     pub(crate) fn unordered(&self, block: u32) -> &[u32] {
         self.unordered.get(block)
     }

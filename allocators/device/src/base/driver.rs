@@ -27,6 +27,7 @@ pub(crate) fn owner_of_freed(users: &[RawStream]) -> Ownership<'_> {
 }
 
 /// Reports the owner of a range to the driver's observer, if the block has a generation.
+#[inline]
 pub(crate) fn notify_observer(
     driver: &Arc<dyn Driver>,
     generation: u64,

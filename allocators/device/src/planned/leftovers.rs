@@ -29,6 +29,7 @@ impl Leftovers {
         self.0.get_or_default().frees.push(free);
     }
 
+    #[inline]
     pub(super) fn add_block(&mut self, block: Option<Arc<DriverBlock>>) {
         if let Some(block) = block {
             self.0.get_or_default().blocks.push(block);
@@ -41,6 +42,7 @@ impl Leftovers {
         }
     }
 
+    #[inline]
     pub(super) fn add_event(&mut self, event: Option<(EventTicket, Event)>) {
         if let Some(event) = event {
             self.0.get_or_default().events.push(event);
@@ -48,9 +50,15 @@ impl Leftovers {
     }
 
     /// Sends the events, and drops the rest. Called with no lock held.
-    pub(super) fn finish(mut self, dedicated: &DedicatedPool) {
+    #[inline]
+    pub(super) fn finish(self, dedicated: &DedicatedPool) {
         if !self.0.is_none() {
-            dedicated.send(std::mem::take(&mut self.0.get_or_default().events));
+            self.send_and_drop(dedicated);
         }
+    }
+
+    #[inline(never)]
+    fn send_and_drop(self, dedicated: &DedicatedPool) {
+        dedicated.send(self.0.or_default().events);
     }
 }

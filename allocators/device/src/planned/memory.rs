@@ -5,6 +5,7 @@ use crate::{
     Adoption, Block, Request,
     base::{
         dependencies::StreamDeps,
+        driver::check_stream_device,
         extent::PackedRequest,
         pending::{DeferredFree, PartsWork},
         usage::{LiveUsage, TagHoldings},
@@ -54,6 +55,17 @@ pub(super) struct Place {
     pub(super) epoch: u64,
     /// Other work that a later block at its addresses has to follow.
     pub(super) more: Option<Box<PartsWork>>,
+}
+
+/// An allocation that has a place in the plan.
+#[derive(Clone, Copy)]
+struct Hit {
+    /// The block of the plan.
+    number: u32,
+    /// Whether its address is aligned as requested.
+    is_aligned: bool,
+    /// Whether it comes in the recorded order.
+    recorded: bool,
 }
 
 /// Work that is not known to be done, on streams other than the one that asks.
@@ -129,36 +141,22 @@ impl PlannedMemory {
         stream: &Stream,
         request: &Request,
     ) -> Option<Block> {
-        let timeline = stream.timeline();
         let mut left = Leftovers::new();
-        let (found, has_held) = {
-            let mut guard = self.state();
-            let state = &mut *guard;
-            if !state.held.is_empty() {
-                self.collect_held(state, &mut left);
+        let mut guard = self.state();
+        let state = &mut *guard;
+        if !state.held.is_empty() {
+            self.collect_held(state, &mut left);
+        }
+        let block = match self.find(core, state, stream.timeline(), request, &mut left) {
+            Some(hit) if hit.is_aligned && state.cursor.followed().is_empty() => {
+                let block = self.make_block(state, stream, hit.number, request, &mut left);
+                drop(guard);
+                Some(block)
             }
-            let found = match self.find(state, timeline, request, &mut left) {
-                Some((number, unfinished)) if unfinished.is_empty() => {
-                    Some(Ok(self.make_block(state, stream, number, request, &mut left)))
-                }
-                other => other.map(Err),
-            };
-            (found, !state.held.is_empty())
-        };
-        let block = match found {
-            Some(Ok(block)) => Some(block),
-            Some(Err((number, unfinished))) => {
-                let is_ordered = order(core, timeline, &unfinished);
-                let mut guard = self.state();
-                let state = &mut *guard;
-                if is_ordered {
-                    Some(self.make_block(state, stream, number, request, &mut left))
-                } else {
-                    self.cancel(state, number, timeline, unfinished, &mut left);
-                    None
-                }
-            }
+            Some(hit) => self.allocate_behind(core, guard, stream, request, hit, &mut left),
             None => {
+                let has_held = !state.held.is_empty();
+                drop(guard);
                 if has_held {
                     // So that the next block finds the place. Held blocks stay held after an error.
                     let _ = self.poll();
@@ -170,35 +168,70 @@ impl PlannedMemory {
         block
     }
 
-    /// Places a request. Returns the block of the plan, which is live then, and the work of other
-    /// streams that its own has to wait for.
+    /// Places a request: the block of the plan is live then. A stream that the pool refuses has no
+    /// part in the plan.
+    #[inline]
     fn find(
-        self: &Arc<Self>,
+        &self,
+        core: &PoolCore,
         state: &mut State,
         timeline: &Arc<Timeline>,
         request: &Request,
         left: &mut Leftovers,
-    ) -> Option<(u32, Unfinished)> {
-        let number = state.streams.find(timeline).or_else(|| {
-            let bound = state.streams.bind(timeline, request.size(), &mut state.cursor)?;
-            left.add_timeline(bound.1);
-            Some(bound.0)
-        });
+    ) -> Option<Hit> {
+        let number = match state.streams.find(timeline) {
+            Some(number) => Some(number),
+            None => {
+                check_stream_device(&*core.driver, core.info.device, timeline).ok()?;
+                let bound = state.streams.bind(timeline, request.size(), &mut state.cursor);
+                bound.map(|(number, replaced)| {
+                    left.add_timeline(replaced);
+                    number
+                })
+            }
+        };
         // No block of a plan has no bytes: a stream that is in no plan counts as a stray.
         let (bytes, number) = number.map_or((0, 0), |number| (request.size(), number));
-        let answer = state.cursor.allocate(bytes, number);
-        let PlanAnswer::Hit { block, offset, recorded } = answer else { return None };
+        match state.cursor.allocate(bytes, number) {
+            PlanAnswer::Hit { block, offset, recorded } => {
+                let is_aligned = (self.span.address + offset).is_multiple_of(request.alignment());
+                Some(Hit { number: block, is_aligned, recorded })
+            }
+            PlanAnswer::Stray => None,
+        }
+    }
+
+    /// Makes the block of a hit behind the uses that it follows. Returns `None`, and takes the hit
+    /// back, if its place is not aligned as requested or if its stream cannot wait for them.
+    #[inline(never)]
+    fn allocate_behind<'a>(
+        self: &'a Arc<Self>,
+        core: &PoolCore,
+        mut guard: MutexGuard<'a, State>,
+        stream: &Stream,
+        request: &Request,
+        hit: Hit,
+        left: &mut Leftovers,
+    ) -> Option<Block> {
+        let (state, timeline) = (&mut *guard, stream.timeline());
         let mut unfinished = Unfinished::new();
         for &followed in state.cursor.followed() {
             state.places[followed as usize].add_unfinished(timeline, &mut unfinished);
         }
-        let is_aligned = (self.span.address + offset).is_multiple_of(request.alignment());
-        let may_wait = recorded && self.waits;
-        if !is_aligned || !(unfinished.is_empty() || may_wait) {
-            self.cancel(state, block, timeline, unfinished, left);
-            return None;
+        if hit.is_aligned && unfinished.is_empty() {
+            return Some(self.make_block(state, stream, hit.number, request, left));
         }
-        Some((block, unfinished))
+        let may_wait = hit.is_aligned && hit.recorded && self.waits;
+        if may_wait {
+            drop(guard);
+            let is_ordered = order(core, timeline, &unfinished);
+            guard = self.state();
+            if is_ordered {
+                return Some(self.make_block(&mut guard, stream, hit.number, request, left));
+            }
+        }
+        self.cancel(&mut guard, hit.number, timeline, unfinished, left);
+        None
     }
 
     /// Takes a placed block back. A later block at its addresses has to follow what it follows.
@@ -220,6 +253,7 @@ impl PlannedMemory {
     }
 
     /// Returns what the owners of a block of the plan hold.
+    #[inline]
     fn template(
         self: &Arc<Self>,
         place: &mut Place,
@@ -245,6 +279,7 @@ impl PlannedMemory {
     }
 
     /// Makes the block of a place.
+    #[inline]
     fn make_block(
         self: &Arc<Self>,
         state: &mut State,
@@ -275,6 +310,7 @@ impl PlannedMemory {
         )
     }
 
+    #[inline]
     pub(super) fn event(
         &self,
         action: Action,
@@ -330,10 +366,17 @@ impl PlannedMemory {
     }
 
     /// As [`PlannedMemory::retire`], under the lock.
+    #[inline]
     pub(super) fn retire_if_unused(&self, state: &mut State, left: &mut Leftovers) -> bool {
-        if !state.is_unused() {
-            return false;
+        let is_unused = state.is_unused();
+        if is_unused {
+            self.retire_unused(state, left);
         }
+        is_unused
+    }
+
+    #[cold]
+    fn retire_unused(&self, state: &mut State, left: &mut Leftovers) {
         state.is_released = true;
         let mut work = PartsWork::default();
         for place in &mut state.places {
@@ -346,11 +389,11 @@ impl PlannedMemory {
         self.dedicated.update_usage(|usage| usage.pending += self.span.bytes);
         self.span.retire_whole(work, None);
         self.dedicated.enqueue_retiring(&self.span);
-        true
     }
 }
 
 impl State {
+    #[inline]
     fn is_unused(&self) -> bool {
         (self.is_closed || self.cursor.is_dropped()) && !self.is_released && self.cursor.live() == 0
     }

@@ -359,6 +359,23 @@ fn a_stream_takes_the_place_of_one_that_has_ended() {
 }
 
 #[test]
+fn a_stream_of_another_device_or_machine_is_refused_and_is_never_one_of_the_plan() {
+    let blocks = [block(MIB, 0, 1, 0), block(2 * MIB, 2, 3, 0)];
+    let (sim, other) = (Sim::h200(2), Sim::h200(1));
+    let open = |sim: &Sim, device, config| DevicePool::open(sim.driver(), device, config).unwrap();
+    let pool = open(&sim, DeviceId(0), PoolConfig::default().with_plan(plan(&blocks)));
+    let beside = open(&sim, DeviceId(1), PoolConfig::default()).stream().unwrap();
+    let elsewhere = open(&other, DeviceId(0), PoolConfig::default()).stream().unwrap();
+    let refused = |stream| pool.alloc(stream, Request::bytes(MIB)).unwrap_err();
+    assert!(matches!(refused(&beside), MemoryError::WrongDevice { .. }));
+    refused(&elsewhere);
+    let own = pool.stream().unwrap();
+    assert_eq!((pool.stats().plan_hits, pool.stats().plan_strays), (0, 0));
+    drop(pool.alloc(&own, Request::bytes(MIB)).unwrap());
+    assert_eq!((pool.stats().plan_hits, pool.stats().plan_strays), (1, 0));
+}
+
+#[test]
 fn a_plan_that_cannot_be_used_is_an_error_of_the_pool_and_takes_nothing() {
     let blocks = [block(16 * MIB, 0, 1, 0)];
     let sim = Sim::h200(1);
