@@ -9,8 +9,9 @@
 //! The driver is the simulator without its checks, so that only the pool is measured. A *pair* is
 //! one allocation and one free. A *batch* is 64 allocations, then their frees in the same order.
 //! *Random* draws sizes up to a bound and frees in random order, by the rules of RMM's own
-//! benchmark. *On a plan* plays the same operations under a plan made of them, in a loop. *Swing* is the worst case of a pool's peak: the live bytes of each of 8 streams rise
-//! and fall, and their sum stays at the peak, or in the other row at half of it.
+//! benchmark. *On a plan* plays the same operations under a plan made of them, in a loop. *Swing*
+//! is the worst case of a pool's peak: the live bytes of each of 8 streams rise and fall, and their
+//! sum stays at the peak, or in the other row at half of it.
 #![expect(clippy::print_stdout, reason = "a benchmark shows what it found")]
 
 use aquifer::{
