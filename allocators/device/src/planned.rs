@@ -109,7 +109,7 @@ impl PlanHook {
     #[cold]
     fn leave(&self, core: &PoolCore) {
         if !self.is_dropped.swap(true, Ordering::Relaxed) {
-            core.remove_full_path_reason();
+            core.remove_reason_of_last_hook();
             self.memory.retire();
             core.report_pool(Action::DropPlan, self.memory.bytes(), Tag::NONE);
         }

@@ -50,6 +50,10 @@ use std::{
 /// Keys under which pools attach their caches to streams. A key is never reused.
 static NEXT_KEY: AtomicU64 = AtomicU64::new(1);
 
+/// The bit of [`PoolCore::full_path_reasons`] for the last hook's reason. The others are counted
+/// below it.
+const LAST_HOOK: u32 = 1 << 31;
+
 /// The shared core of a pool: what all of its parts need. Features keep what is theirs in hooks.
 pub(crate) struct PoolCore {
     key: u64,
@@ -286,8 +290,13 @@ impl PoolCore {
     /// the full path. A pool has at most one: a second is dropped.
     pub(crate) fn add_last_hook(&self, hook: Box<dyn PoolHook>) {
         if self.last_hook.set(hook).is_ok() {
-            self.add_full_path_reason();
+            self.full_path_reasons.fetch_or(LAST_HOOK, Ordering::Relaxed);
         }
+    }
+
+    /// Removes the reason of the last feature.
+    pub(crate) fn remove_reason_of_last_hook(&self) {
+        self.full_path_reasons.fetch_and(!LAST_HOOK, Ordering::Relaxed);
     }
 
     /// Returns the part of a feature that belongs to this pool, created at its first use.
@@ -326,12 +335,12 @@ impl PoolCore {
         Ok(None)
     }
 
-    /// Returns the last feature, if no other has a reason for the full path: there is no other to
-    /// be asked, and no limit of a tag.
+    /// Returns the last feature, if it has a reason for the full path and no other has: there is no
+    /// other to be asked, and no limit of a tag.
     #[inline]
     pub(crate) fn only_hook(&self) -> Option<&dyn PoolHook> {
-        let hook = self.last_hook.get()?;
-        (self.full_path_reasons.load(Ordering::Relaxed) == 1).then_some(&**hook)
+        let is_alone = self.full_path_reasons.load(Ordering::Relaxed) == LAST_HOOK;
+        if is_alone { self.last_hook.get().map(|hook| &**hook) } else { None }
     }
 
     /// Returns what tags hold outside of the caches.

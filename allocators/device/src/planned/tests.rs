@@ -4,7 +4,7 @@
 use super::open_cursor;
 use crate::{Adoption, Block, DevicePool, PoolConfig, Request};
 use aquifer_core::{
-    Action, Budget, MemoryError, PoolStats, Recorder, event::RingSink, random::SplitMix64,
+    Action, Budget, MemoryError, PoolStats, Recorder, Tag, event::RingSink, random::SplitMix64,
 };
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange,
@@ -321,6 +321,30 @@ fn a_plan_that_is_missed_too_often_is_dropped_with_an_event_and_its_range_given_
     assert_eq!(rig.pool.trim(0).unwrap(), rig.range_bytes());
     assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
     rig.end();
+}
+
+#[test]
+fn the_limit_of_a_tag_holds_after_the_plan_was_dropped() {
+    let plan = plan(&[block(MIB, 0, 1, 0), block(MIB, 2, 3, 0)]);
+    // Without an observer, which is a reason for the full path of its own.
+    let sim = Sim::h200(1).symbolic();
+    sim.oracle(false);
+    let config = PoolConfig::default().with_plan(plan);
+    let pool = DevicePool::open(sim.driver(), DeviceId(0), config).unwrap();
+    let stream = pool.stream().unwrap();
+    let miss = || drop(pool.alloc(&stream, Request::bytes(3 * MIB)).unwrap());
+    (0..8).for_each(|_| miss());
+    let strays = pool.stats().plan_strays;
+    miss();
+    assert_eq!(pool.stats().plan_strays, strays, "the plan is dropped");
+
+    pool.limit_tag(Tag::OTHER, MIB);
+    let ask = |bytes| pool.alloc(&stream, Request::bytes(bytes).tag(Tag::OTHER));
+    assert!(matches!(ask(MIB + 1), Err(MemoryError::OutOfMemory(_))));
+    let held = ask(MIB).unwrap();
+    assert!(matches!(ask(1), Err(MemoryError::OutOfMemory(_))));
+    drop(held);
+    ask(MIB).unwrap();
 }
 
 #[test]
