@@ -4,8 +4,9 @@
 //! AQUIFER_NIXL=.../libnixl_capi.so cargo run --release -p aquifer-nixl --example exchange -- 64
 //! ```
 //!
-//! The number is the size in MiB. In pinned host memory, and on a GPU where there is one: in mapped memory, and in memory of one
-//! driver allocation, which more transports take. Prints `skipped` where there is no NIXL.
+//! The number is the size in MiB. In pinned host memory, and on a GPU where there is one: in mapped
+//! memory, and in memory of one driver allocation, which more transports take. Prints `skipped`
+//! where there is no NIXL.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{DevicePool, PinnedBuf, PinnedPool, Request, Runtime, StableBlock, Stream};

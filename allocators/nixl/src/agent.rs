@@ -21,7 +21,7 @@ unsafe extern "C" {
 
 /// This process as NIXL knows it: its backends, registrations and peers. A clone is the same agent.
 ///
-/// Several threads may use it: NIXL serialises them. A thread of NIXL's makes progress while nobody
+/// Several threads may use it: NIXL serialises them. A thread of NIXL's makes progress between
 /// polls.
 #[derive(Clone)]
 pub struct NixlAgent(pub(crate) Arc<AgentInner>);
@@ -221,8 +221,8 @@ impl AgentInner {
         self.state().kept.push(memory);
     }
 
-    /// Ends a request, which aborts a transfer that is not over. If NIXL refuses, the agent keeps it
-    /// with its memory.
+    /// Ends a request, which aborts a transfer that is not over. If NIXL refuses, the agent keeps
+    /// it with its memory.
     pub(crate) fn end(&self, transfer: Unfinished) {
         // SAFETY: 1. agent and request are live.
         let status = unsafe { (self.nixl.0.release_xfer_req)(self.handle, transfer.request) };

@@ -1,5 +1,5 @@
-//! NIXL within one thread, for tests: its calls succeed, or fail as the test says, and each value it
-//! makes is counted.
+//! NIXL within one thread, for tests: its calls succeed, or fail as the test says, and each value
+//! that it makes is counted.
 #![expect(unsafe_code, reason = "plays a library of C")]
 
 use crate::{
@@ -21,7 +21,7 @@ pub(crate) type Known = (c_int, usize, usize, u64);
 pub(crate) struct World {
     /// The registered ranges of each agent.
     pub(crate) registered: HashMap<String, Vec<Known>>,
-    /// Messages that an agent has not asked for: from whom, to whom, bytes.
+    /// Messages that an agent has not asked for: the sender, the receiver, the bytes.
     messages: Vec<(String, String, Vec<u8>)>,
     /// Values that were made and not freed.
     pub(crate) live: i64,

@@ -27,7 +27,7 @@ pub(crate) type Handle = *mut c_void;
 /// The settings of an agent: `nixl_capi_agent_config_t`.
 #[repr(C)]
 pub(crate) struct AgentConfig {
-    /// Whether a thread of NIXL's makes progress while nobody polls.
+    /// Whether a thread of NIXL's makes progress between polls.
     pub(crate) progress_thread: bool,
     pub(crate) listen_thread: bool,
     pub(crate) listen_port: c_int,

@@ -73,8 +73,8 @@ unsafe impl FixedMemory for AddressRegistration {
     }
 }
 
-/// A range of registered memory, as a peer names it. It is valid for peers that have the metadata of
-/// its agent, as long as the registration lives.
+/// A range of registered memory, as a peer names it. It is valid for peers that have the metadata
+/// of its agent, as long as the registration lives.
 ///
 /// ```
 /// use aquifer_nixl::{FixedRange, MemoryPlace, NixlError, RemoteRange};
@@ -96,7 +96,7 @@ impl RemoteRange {
         self.0
     }
 
-    /// Returns the range as bytes, to be sent: address, length, and the device or 0 and the kind, as
+    /// Returns the range as bytes, to be sent: address, length, the device or 0, and the kind, as
     /// little-endian numbers of eight, eight, four and four bytes.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; 24] {
@@ -109,8 +109,8 @@ impl RemoteRange {
         sent
     }
 
-    /// Returns the range that [`RemoteRange::to_bytes`] has encoded. A wrong range is refused by the
-    /// transfer.
+    /// Returns the range that [`RemoteRange::to_bytes`] has encoded. A wrong range is refused by
+    /// the transfer.
     ///
     /// # Errors
     /// [`NixlError::BadLocation`] for an empty range, one that wraps around, and an unknown kind.

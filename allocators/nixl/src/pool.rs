@@ -25,8 +25,8 @@ const ALIGN: u64 = 256;
 /// Pinned memory as one block and one registration. Blocks are parts of it, so that none needs a
 /// registration of its own, which takes a transport milliseconds.
 ///
-/// The registration ends with the pool, its blocks, and the transfers of them. Allocations and frees
-/// take a lock for some hundred instructions, and call neither the driver nor NIXL.
+/// The registration ends with the pool, its blocks, and the transfers of them. Allocations and
+/// frees take a lock for some hundred instructions, and call neither the driver nor NIXL.
 pub struct RegisteredPool(Arc<PoolInner>);
 
 struct PoolInner {
@@ -46,8 +46,8 @@ unsafe impl Send for PinnedRange {}
 // SAFETY: 1. as above.
 unsafe impl Sync for PinnedRange {}
 
-// SAFETY: 1. the block is the pool's until it is freed in `drop`, and pinned memory does not move. 2.
-// it is reached through raw pointers alone.
+// SAFETY: 1. the block is the pool's until it is freed in `drop`, and pinned memory does not move.
+// 2. it is reached through raw pointers alone.
 unsafe impl FixedMemory for PinnedRange {
     fn fixed_range(&self) -> FixedRange {
         let address = self.start.as_ptr().expose_provenance() as u64;
@@ -160,8 +160,8 @@ impl RegisteredBlock {
         self.part.range().bytes
     }
 
-    /// Returns the address of its first byte, for copies by the driver and for code of others. Peers
-    /// that know of the block may write to it meanwhile.
+    /// Returns the address of its first byte, for copies by the driver and for code of others.
+    /// Peers that know of the block may write to it meanwhile.
     #[must_use]
     pub fn as_ptr(&self) -> *mut u8 {
         std::ptr::with_exposed_provenance_mut(self.part.range().address as usize)

@@ -39,8 +39,8 @@ pub(crate) struct Registered {
 
 impl NixlAgent {
     /// Registers memory with all backends of the agent that take its kind (`registerMem`). Peers
-    /// that get the agent's metadata after that can read and write it. Blocks while a transport pins
-    /// the memory.
+    /// that get the agent's metadata after that can read and write it. Blocks while a transport
+    /// pins the memory.
     ///
     /// # Errors
     /// [`NixlError::OutOfBounds`] for an empty range; [`NixlError::Call`], also if no backend takes

@@ -3,7 +3,7 @@ use crate::{
     RemoteRange,
     fake::{nixl, world},
 };
-use aquifer_core::Budget;
+use aquifer_core::{Budget, random::SplitMix64};
 use aquifer_device::{DevicePool, PoolConfig, Request};
 use aquifer_driver::{DeviceId, sim::Sim};
 use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
@@ -101,7 +101,7 @@ struct Watched {
 }
 
 #[expect(unsafe_code, reason = "promises that memory stays in place")]
-// SAFETY: 1. the box is the value's, and nobody refers to its bytes.
+// SAFETY: 1. the box is the value's, and no reference to its bytes exists.
 unsafe impl FixedMemory for Watched {
     fn fixed_range(&self) -> FixedRange {
         let (address, bytes) = (self.bytes.as_ptr() as u64, self.bytes.len() as u64);
@@ -227,6 +227,38 @@ fn a_pool_is_one_registration_and_freed_ranges_join() -> Tested {
     assert_eq!(registered("pool"), 1, "a block keeps its pool");
     drop(whole);
     assert_eq!((registered("pool"), pinned.stats().memory.live), (0, 0));
+    Ok(())
+}
+
+#[test]
+fn random_programs_find_their_bytes_and_leave_one_free_range() -> Tested {
+    let pinned = pinned()?;
+    let agent = agent("random")?;
+    for seed in 0..20 {
+        let pool = RegisteredPool::new(&agent, &pinned, MIB)?;
+        let (mut random, mut live) = (SplitMix64::new(seed), Vec::new());
+        for step in 0..400u32 {
+            if live.is_empty() || random.next_u64() % 5 < 3 {
+                let bytes = 1 + random.next_u64() % (1 << (random.next_u64() % 18));
+                match pool.allocate(bytes) {
+                    Ok(block) => {
+                        block.copy_from(0, &vec![step as u8; bytes as usize])?;
+                        live.push((block, step as u8));
+                    }
+                    Err(NixlError::PoolFull { free, .. }) => assert_eq!(free, pool.free()),
+                    Err(other) => return Err(other.into()),
+                }
+            } else {
+                let at = random.next_u64() as usize % live.len();
+                let (block, byte) = live.swap_remove(at);
+                let mut found = vec![0; block.bytes() as usize];
+                block.copy_to(0, &mut found)?;
+                assert!(found.iter().all(|other| *other == byte), "seed {seed}, step {step}");
+            }
+        }
+        drop(live);
+        assert_eq!(pool.allocate(MIB)?.bytes(), MIB, "seed {seed}");
+    }
     Ok(())
 }
 
