@@ -40,8 +40,9 @@
 //! | `lists` | values that NIXL makes: lists of ranges and options, each freed with its owner, and requests |
 //! | `agent` | an agent, its peers and messages, and transfers that were given up before their end |
 //! | `memory` | which memory can be registered, and names of ranges |
+//! | `pinned` | pinned memory that can be registered |
 //! | `registration` | a registration, and its parts |
-//! | `pool` | pinned memory under one registration |
+//! | `pool` | pinned memory under one registration, divided into blocks |
 //! | `transfer` | transfers |
 //! | `error` | what is refused |
 //!
@@ -63,6 +64,7 @@ mod fake;
 mod library;
 mod lists;
 mod memory;
+mod pinned;
 mod pool;
 mod registration;
 #[cfg(test)]
@@ -73,6 +75,7 @@ pub use agent::{NixlAgent, NixlMessage, NixlPeer};
 pub use error::NixlError;
 pub use library::Nixl;
 pub use memory::{FixedMemory, FixedRange, MemoryPlace, RemoteRange};
+pub use pinned::PinnedRange;
 pub use pool::{RegisteredBlock, RegisteredPool};
 pub use registration::{NixlRegistration, RegisteredPart};
 pub use transfer::{Direction, NixlTransfer};

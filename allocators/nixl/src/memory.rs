@@ -48,7 +48,13 @@ pub struct FixedRange {
 ///
 /// [`AddressRegistration`] is, of a [`StableBlock`](aquifer_device::StableBlock). Other blocks of a
 /// pool are not: with [`Parkable`](aquifer_device::Parkable) memory the physical memory goes away
-/// under the address, and no registration learns of it.
+/// under the address, and no registration learns of it. So the compiler refuses them:
+///
+/// ```compile_fail,E0277
+/// # fn register(agent: &aquifer_nixl::NixlAgent, memory: aquifer::Parkable) {
+/// let refused = agent.register(std::sync::Arc::new(memory));
+/// # }
+/// ```
 ///
 /// # Safety
 /// The range is valid memory, for reads and writes by peers, until the value is dropped. It has the

@@ -1,24 +1,19 @@
 //! Pinned memory under one registration.
-#![expect(unsafe_code, reason = "owns raw memory, and copies from and to it")]
+#![expect(unsafe_code, reason = "copies from and to memory that peers write to")]
 
 use crate::{
-    FixedMemory, FixedRange, MemoryPlace, NixlAgent, NixlError, NixlRegistration, RegisteredPart,
+    FixedMemory, FixedRange, NixlAgent, NixlError, NixlRegistration, PinnedRange, RegisteredPart,
 };
-use allocator_api2::alloc::Allocator;
 use aquifer_heap::{Config, Heap, HeapBlock, Range};
-use aquifer_host::{PinnedAllocator, PinnedPool};
+use aquifer_host::PinnedPool;
 use std::{
-    alloc::Layout,
     fmt,
-    ptr::NonNull,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU8, AtomicU64, Ordering},
     },
 };
 
-/// The alignment of the pool, and of blocks that are as large.
-const PAGE: usize = 4096;
 /// The alignment of all blocks: the lines of two processors' caches.
 const ALIGN: u64 = 256;
 
@@ -34,54 +29,20 @@ struct PoolInner {
     heap: Mutex<Heap>,
 }
 
-/// The memory of a pool.
-struct PinnedRange {
-    allocator: PinnedAllocator,
-    start: NonNull<u8>,
-    layout: Layout,
-}
-
-// SAFETY: 1. the value owns the memory, which is not bound to a thread, and never reaches it.
-unsafe impl Send for PinnedRange {}
-// SAFETY: 1. as above.
-unsafe impl Sync for PinnedRange {}
-
-// SAFETY: 1. the block is the pool's until it is freed in `drop`, and pinned memory does not move.
-// 2. it is reached through raw pointers alone.
-unsafe impl FixedMemory for PinnedRange {
-    fn fixed_range(&self) -> FixedRange {
-        let address = self.start.as_ptr().expose_provenance() as u64;
-        FixedRange { place: MemoryPlace::Host, address, bytes: self.layout.size() as u64 }
-    }
-}
-
-impl Drop for PinnedRange {
-    fn drop(&mut self) {
-        // SAFETY: 1. `new` has allocated it from this allocator with this layout.
-        unsafe { self.allocator.deallocate(self.start, self.layout) };
-    }
-}
-
 impl RegisteredPool {
-    /// Allocates `bytes` from a pinned pool, rounded up to whole pages, and registers them with an
-    /// agent. Blocks while the pinned pool grows and while a transport pins the memory.
+    /// Allocates a [`PinnedRange`] of a pinned pool, and registers it with an agent. Blocks while
+    /// the pinned pool grows and while a transport pins the memory.
     ///
     /// # Errors
-    /// [`NixlError::Memory`]; [`NixlError::OutOfBounds`] for no bytes and for more than a pointer
-    /// can tell; as [`NixlAgent::register`].
+    /// As [`PinnedRange::new`]; as [`NixlAgent::register`].
     pub fn new(agent: &NixlAgent, pinned: &PinnedPool, bytes: u64) -> Result<Self, NixlError> {
-        let refused = NixlError::OutOfBounds { offset: 0, bytes, within: 0 };
-        let size = usize::try_from(bytes).ok().and_then(|n| n.checked_next_multiple_of(PAGE));
-        let layout = size.and_then(|size| Layout::from_size_align(size, PAGE).ok());
-        let Some(layout) = layout.filter(|layout| layout.size() > 0) else { return Err(refused) };
-        let start = pinned.allocate(layout).map_err(NixlError::Memory)?.cast();
-        let memory = PinnedRange { allocator: pinned.allocator(), start, layout };
+        let memory = PinnedRange::new(pinned, bytes)?;
         let range = memory.fixed_range();
         let registration = agent.register(Arc::new(memory))?;
         let mut heap = Heap::new(Config::device());
         // Whole pages of an address that is mapped.
         if heap.add(Range::new(range.address, range.bytes), 0).is_err() {
-            return Err(refused);
+            return Err(NixlError::OutOfBounds { offset: 0, bytes, within: 0 });
         }
         Ok(Self(Arc::new(PoolInner { registration, heap: Mutex::new(heap) })))
     }
@@ -97,7 +58,7 @@ impl RegisteredPool {
         }
         let found = self.0.heap().alloc(bytes, ALIGN);
         let Some(block) = found else {
-            return Err(NixlError::PoolFull { bytes, free: self.free() });
+            return Err(NixlError::PoolFull { bytes, free: self.free_bytes() });
         };
         let whole = FixedRange { address: block.address, bytes, ..self.0.registration.range() };
         let registered = self.0.registration.inner();
@@ -108,7 +69,7 @@ impl RegisteredPool {
 
     /// Returns the free bytes, in ranges of any size.
     #[must_use]
-    pub fn free(&self) -> u64 {
+    pub fn free_bytes(&self) -> u64 {
         let heap = self.0.heap();
         heap.managed_bytes() - heap.live_bytes()
     }

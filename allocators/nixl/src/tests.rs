@@ -162,18 +162,18 @@ fn a_transfer_that_cannot_be_aborted_keeps_its_memory_until_it_is_over() -> Test
     let slow = client.transfer(Direction::Read, &peer, &parts, &[there.part().location()], None)?;
     let late = slow.wait(Duration::from_millis(2));
     assert!(matches!(late, Err(NixlError::Late { .. })), "{late:?}");
-    let free = ours.free();
+    let free = ours.free_bytes();
     drop((parts, block));
-    assert_eq!(ours.free(), free, "the transfer may still write to the block");
+    assert_eq!(ours.free_bytes(), free, "the transfer may still write to the block");
     // What is over ends with the next transfer.
     world(|world| world.is_slow = false);
     let range = RemoteRange(FixedRange { bytes: 512, ..there.part().range() });
     client.transfer(Direction::Read, &peer, &[other.part().clone()], &[range], None)?;
-    assert_eq!(ours.free(), free + MIB / 2);
+    assert_eq!(ours.free_bytes(), free + MIB / 2);
     world(|world| (world.is_slow, world.aborts) = (true, true));
     drop(client.transfer(Direction::Read, &peer, &[other.part().clone()], &[range], None)?);
     drop(other);
-    assert_eq!(ours.free(), MIB, "an aborted transfer keeps nothing");
+    assert_eq!(ours.free_bytes(), MIB, "an aborted transfer keeps nothing");
     drop((ours, theirs, there, peer, client, server));
     assert_eq!(world(|world| world.live), 0);
     assert_eq!(pinned.stats().memory.live, 0);
@@ -220,7 +220,7 @@ fn a_pool_is_one_registration_and_freed_ranges_join() -> Tested {
     let full = pool.allocate(2 * MIB);
     assert!(matches!(full, Err(NixlError::PoolFull { .. })), "{full:?}");
     drop(blocks);
-    assert_eq!((pool.free(), registered("pool")), (3 * MIB, 1));
+    assert_eq!((pool.free_bytes(), registered("pool")), (3 * MIB, 1));
     let whole = pool.allocate(3 * MIB)?;
     drop((pool, agent));
     whole.copy_from(3 * MIB - 1, &[1])?;
@@ -245,7 +245,7 @@ fn random_programs_find_their_bytes_and_leave_one_free_range() -> Tested {
                         block.copy_from(0, &vec![step as u8; bytes as usize])?;
                         live.push((block, step as u8));
                     }
-                    Err(NixlError::PoolFull { free, .. }) => assert_eq!(free, pool.free()),
+                    Err(NixlError::PoolFull { free, .. }) => assert_eq!(free, pool.free_bytes()),
                     Err(other) => return Err(other.into()),
                 }
             } else {

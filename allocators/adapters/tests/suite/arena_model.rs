@@ -273,7 +273,7 @@ fn fill(start: NonNull<u8>, len: usize, value: u8) {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: if cfg!(miri) { 2 } else { 700 },
+        cases: if cfg!(miri) { 1 } else { 700 },
         failure_persistence: None,
         ..ProptestConfig::default()
     })]

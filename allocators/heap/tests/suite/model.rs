@@ -29,7 +29,7 @@ fn op() -> impl Strategy<Value = Op> {
 
 /// Begins with a whole window, so that most programs have something to place blocks in.
 fn program() -> impl Strategy<Value = (usize, Vec<Op>)> {
-    let length = if cfg!(miri) { 10 } else { 150 };
+    let length = if cfg!(miri) { 8 } else { 150 };
     (0..Shadow::configs().len(), 0..4u8, prop::collection::vec(op(), 1..length)).prop_map(
         |(config, window, ops)| {
             let whole = Op::Add { window, at: 0, units: u16::MAX, stamp: 0, segment: false };
@@ -40,7 +40,7 @@ fn program() -> impl Strategy<Value = (usize, Vec<Op>)> {
 
 fn settings() -> ProptestConfig {
     ProptestConfig {
-        cases: if cfg!(miri) { 2 } else { 600 },
+        cases: if cfg!(miri) { 1 } else { 600 },
         // Miri has no file system to keep failures in.
         failure_persistence: None,
         ..ProptestConfig::default()
