@@ -4,9 +4,9 @@
 //! AQUIFER_NIXL=.../libnixl_capi.so cargo run --release -p aquifer-nixl --example exchange -- 64
 //! ```
 //!
-//! The number is the size in MiB. In pinned host memory, and on a GPU where there is one: in mapped
-//! memory, and in memory of one driver allocation, which more transports take. Prints `skipped`
-//! where there is no NIXL.
+//! The number is the size in MiB. A second one is the GPU of the second process, 0 unless given. In
+//! pinned host memory, and on a GPU where there is one: in mapped memory, and in memory of one
+//! driver allocation, which more transports take. Prints `skipped` where there is no NIXL.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{DevicePool, PinnedBuf, PinnedPool, Request, Runtime, StableBlock, Stream};
@@ -29,10 +29,12 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const ROUNDS: u32 = 8;
 const PATIENCE: Duration = Duration::from_secs(60);
-/// What the second process gets, by its environment: the socket, the kind of memory, and its MiB.
+/// What the second process gets, by its environment: the socket, the kind of memory, its MiB, and
+/// the GPU.
 const SOCKET: &str = "EXCHANGE_SOCKET";
 const KIND: &str = "EXCHANGE_KIND";
 const SIZE: &str = "EXCHANGE_MIB";
+const GPU: &str = "EXCHANGE_GPU";
 
 /// One side's memory: it is registered, filled with bytes, and looked at.
 enum Memory {
@@ -47,12 +49,18 @@ enum Memory {
 }
 
 impl Memory {
-    fn new(kind: &str, bytes: u64, agent: &NixlAgent, runtime: &Runtime) -> Result<Self> {
+    fn new(
+        kind: &str,
+        bytes: u64,
+        gpu: usize,
+        agent: &NixlAgent,
+        runtime: &Runtime,
+    ) -> Result<Self> {
         if kind == "pinned" {
-            let pool = RegisteredPool::new(agent, runtime.pinned_near(0), bytes)?;
+            let pool = RegisteredPool::new(agent, runtime.pinned_near(gpu), bytes)?;
             return Ok(Self::Pinned(pool.allocate(bytes)?));
         }
-        let pool: &DevicePool = runtime.device(0)?;
+        let pool: &DevicePool = runtime.device(gpu)?;
         let stream = pool.stream()?;
         let block = match kind {
             "mapped" => pool.alloc_stable(&stream, Request::bytes(bytes))?,
@@ -60,7 +68,7 @@ impl Memory {
         };
         // All of the block stays where it is as long as it is registered.
         let registration = agent.register(Arc::new(block.register()))?;
-        let pinned = runtime.pinned_near(0).clone();
+        let pinned = runtime.pinned_near(gpu).clone();
         Ok(Self::Device { block, registration, stream, pinned })
     }
 
@@ -127,12 +135,12 @@ fn receive(socket: &mut UnixStream) -> Result<Vec<u8>> {
 }
 
 /// The second process: it offers memory, and sees what was written.
-fn serve(socket: &Path, kind: &str, bytes: u64) -> Result<()> {
+fn serve(socket: &Path, kind: &str, bytes: u64, gpu: usize) -> Result<()> {
     let mut socket = UnixStream::connect(socket)?;
     socket.set_read_timeout(Some(PATIENCE))?;
     let runtime = Runtime::builder().or_sim().build()?;
     let agent = agent("server")?;
-    let mut memory = Memory::new(kind, bytes, &agent, &runtime)?;
+    let mut memory = Memory::new(kind, bytes, gpu, &agent, &runtime)?;
     memory.fill(1)?;
     send(&mut socket, &agent.metadata()?)?;
     send(&mut socket, &memory.part()?.location().to_bytes())?;
@@ -159,11 +167,15 @@ impl Drop for Server {
     }
 }
 
-fn exchange(kind: &str, bytes: u64, runtime: &Runtime) -> Result<()> {
+fn exchange(kind: &str, bytes: u64, gpu: usize, runtime: &Runtime) -> Result<()> {
     let path = env::temp_dir().join(format!("aquifer-exchange-{}-{kind}", process::id()));
     let listener = UnixListener::bind(&path)?;
     let mut command = Command::new(env::current_exe()?);
-    let server = command.env(SOCKET, &path).env(KIND, kind).env(SIZE, (bytes >> 20).to_string());
+    let server = command
+        .env(SOCKET, &path)
+        .env(KIND, kind)
+        .env(SIZE, (bytes >> 20).to_string())
+        .env(GPU, gpu.to_string());
     let server = server.spawn()?;
     let mut server = Server(server, path);
     listener.set_nonblocking(true)?;
@@ -180,9 +192,9 @@ fn exchange(kind: &str, bytes: u64, runtime: &Runtime) -> Result<()> {
     socket.set_nonblocking(false)?;
     socket.set_read_timeout(Some(PATIENCE))?;
     let agent = agent("client")?;
-    let mut memory = Memory::new(kind, bytes, &agent, runtime)?;
+    let mut memory = Memory::new(kind, bytes, 0, &agent, runtime)?;
     memory.fill(2)?;
-    let written = Memory::new(kind, bytes, &agent, runtime)?;
+    let written = Memory::new(kind, bytes, 0, &agent, runtime)?;
     let peer = agent.add_peer(&receive(&mut socket)?)?;
     let location: [u8; 24] = receive(&mut socket)?.try_into().map_err(|_| "no location")?;
     let theirs = [RemoteRange::from_bytes(location)?];
@@ -215,8 +227,10 @@ fn main() -> Result<()> {
     let served = env::var(SIZE).ok();
     let size = served.or_else(|| env::args().nth(1)).map_or(Ok(64), |size| size.parse::<u16>())?;
     let bytes = u64::from(size.max(1)) << 20;
+    let gpu = env::var(GPU).ok().or_else(|| env::args().nth(2));
+    let gpu = gpu.map_or(Ok(0), |gpu| gpu.parse::<usize>())?;
     if let (Some(socket), Ok(kind)) = (env::var_os(SOCKET), env::var(KIND)) {
-        return serve(Path::new(&socket), &kind, bytes);
+        return serve(Path::new(&socket), &kind, bytes, gpu);
     }
     if let Err(error) = Nixl::open() {
         println!("skipped: {error}");
@@ -229,7 +243,7 @@ fn main() -> Result<()> {
     };
     let mut failed = Vec::new();
     for kind in kinds {
-        if let Err(error) = exchange(kind, bytes, &runtime) {
+        if let Err(error) = exchange(kind, bytes, gpu, &runtime) {
             println!("{kind}: {error}");
             failed.push(kind);
         }
