@@ -9,6 +9,7 @@ use crate::{
 use std::{
     ffi::{CString, c_void},
     fmt,
+    mem::ManuallyDrop,
     ptr::null_mut,
     slice,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -251,13 +252,15 @@ impl Drop for AgentInner {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: 1. all that the agent has made keeps it, so nothing of it is left but what
         // follows. A transfer that is not over keeps a part, and thereby the agent.
-        let _ = unsafe { (api.destroy_agent)(self.handle) };
+        let is_gone = unsafe { (api.destroy_agent)(self.handle) } == 0;
         for Backend(backend) in state.backends.drain(..) {
             // SAFETY: 1. the agent has made it, and this is its only owner.
             let _ = unsafe { (api.destroy_backend)(backend) };
         }
-        // The transports are gone, and with them what accessed the memory.
-        state.kept.clear();
+        // With the transports goes what accessed the memory. If they did not go, it stays.
+        if !is_gone {
+            let _kept = ManuallyDrop::new(std::mem::take(&mut state.kept));
+        }
     }
 }
 
@@ -303,11 +306,5 @@ impl fmt::Debug for NixlAgent {
 impl fmt::Debug for NixlPeer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("NixlPeer").field("name", &self.name).finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for AgentInner {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AgentInner").finish_non_exhaustive()
     }
 }
