@@ -1,4 +1,4 @@
-"""Says why an example does not run here, and ends: an error where a GPU is required."""
+"""Says why an example or a test does not run here, and ends: an error where a GPU is required."""
 
 import os
 import sys

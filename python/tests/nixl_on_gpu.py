@@ -6,15 +6,16 @@ Needs PyTorch, NIXL and a GPU. Prints `skipped: ...` where one is missing, and f
 """
 
 import multiprocessing
-import os
 import pathlib
 import sys
-import time
 import unittest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+PYTHON = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(PYTHON), str(PYTHON / "examples")]
+from nixl_transfers import PATIENCE, transfer  # noqa: E402
+from skip import skip  # noqa: E402
+
 MIB = 1 << 20
-PATIENCE = 60.0
 SIZE = 64 * MIB
 
 
@@ -62,20 +63,12 @@ def serve(connection):
     connection.recv()
     connection.send(bool((target == content(torch, 2)).all()))
     registration.release()
-    agent = None
 
 
-def transfer(agent, direction, local, remote, peer):
-    handle = agent.initialize_xfer(direction, agent.get_xfer_descs([location(local)], "VRAM"), agent.get_xfer_descs([remote], "VRAM"), peer, b"done")
-    begun, state = time.monotonic(), agent.transfer(handle)
-    while state not in ("DONE", "ERR"):
-        if time.monotonic() - begun > PATIENCE:
-            raise AssertionError(f"not within {PATIENCE} s: {state}")
-        state = agent.check_xfer_state(handle)
-    agent.release_xfer_handle(handle)
-    if state == "ERR":
-        raise AssertionError("the transfer has failed")
-    return SIZE / (time.monotonic() - begun) / 1e9
+def rate(agent, direction, local, remote, peer):
+    """Performs a transfer between a tensor and the location of another, and returns its GB/s."""
+    descriptors = (agent.get_xfer_descs([at], "VRAM") for at in (location(local), remote))
+    return SIZE / transfer(agent, direction, *descriptors, peer) / 1e9
 
 
 class Tensors(unittest.TestCase):
@@ -96,9 +89,9 @@ class Tensors(unittest.TestCase):
         self.assertTrue(ours.poll(PATIENCE), "the other process has no agent")
         metadata, source, target = ours.recv()
         peer = agent.add_remote_agent(metadata)
-        rates = [transfer(agent, "READ", read, source, peer) for _ in range(4)]
+        rates = [rate(agent, "READ", read, source, peer) for _ in range(4)]
         self.assertTrue(bool((read == content(torch, 1)).all()))
-        wrote = [transfer(agent, "WRITE", written, target, peer) for _ in range(4)]
+        wrote = [rate(agent, "WRITE", written, target, peer) for _ in range(4)]
         ours.send("done")
         self.assertTrue(ours.poll(PATIENCE) and ours.recv(), "what was written is not what is there")
         registration.release()
@@ -108,6 +101,5 @@ class Tensors(unittest.TestCase):
 if __name__ == "__main__":
     reason = missing()
     if reason:
-        print(f"skipped: {reason}")
-        sys.exit(1 if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else 0)
+        skip(reason)
     unittest.main()

@@ -21,9 +21,9 @@ from nixl_cu13._api import nixl_agent, nixl_agent_config  # noqa: E402
 import aquifer_torch  # noqa: E402
 from aquifer_torch.library import DRIVER_SIM  # noqa: E402
 from aquifer_torch.nixl import ALIGN, MemoryMoves, PoolFull, RegisteredPool, Registration, block_of  # noqa: E402
+from nixl_transfers import PATIENCE, transfer  # noqa: E402
 
 MIB = 1 << 20
-PATIENCE = 60.0
 
 
 def setup():
@@ -49,17 +49,8 @@ def serve(connection, size):
     connection.send(bool((target == content(size)[::-1]).all()))
 
 
-def transfer(agent, direction, local, remote, peer):
-    handle = agent.initialize_xfer(direction, local, agent.get_xfer_descs([remote], "DRAM"), peer, b"done")
-    begun, state = time.monotonic(), agent.transfer(handle)
-    while state not in ("DONE", "ERR"):
-        if time.monotonic() - begun > PATIENCE:
-            raise AssertionError(f"not within {PATIENCE} s: {state}")
-        state = agent.check_xfer_state(handle)
-    agent.release_xfer_handle(handle)
-    if state == "ERR":
-        raise AssertionError("the transfer has failed")
-    return time.monotonic() - begun
+def remote(agent, location):
+    return agent.get_xfer_descs([location], "DRAM")
 
 
 class Counting:
@@ -96,9 +87,9 @@ class Transfers(unittest.TestCase):
         self.assertTrue(ours.poll(PATIENCE), "the other process has no agent")
         metadata, source, target = ours.recv()
         peer = pool.agent.add_remote_agent(metadata)
-        seconds = [transfer(pool.agent, "READ", pool.descriptors(read), source, peer) for _ in range(5)]
+        seconds = [transfer(pool.agent, "READ", pool.descriptors(read), remote(pool.agent, source), peer) for _ in range(5)]
         self.assertTrue((read == content(size)).all())
-        transfer(pool.agent, "WRITE", pool.descriptors(written), target, peer)
+        transfer(pool.agent, "WRITE", pool.descriptors(written), remote(pool.agent, target), peer)
         ours.send("done")
         self.assertTrue(ours.poll(PATIENCE) and ours.recv(), "what was written is not what is there")
         # One thread copies as much beside it.

@@ -23,8 +23,9 @@ import time
 import traceback
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
 from groups import GROUPS, MIB, live, of, raises  # noqa: E402
+from skip import skip  # noqa: E402
 
 # ---- aquifer as the allocator of the process -----------------------------------------------------------------------------
 
@@ -676,8 +677,7 @@ def table(name, variants, rows, form):
 def main():
     wanted = [name for name in sys.argv[1:] if not name.startswith("-")] or [*GROUPS, "pairs", "pinned_costs"]
     if not torch.cuda.is_available():
-        print("skipped: PyTorch sees no CUDA device")
-        return 1 if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else 0
+        skip("PyTorch sees no CUDA device")
     failed = []
     for group in wanted:
         if group == "pairs":
@@ -700,8 +700,7 @@ if __name__ == "__main__":
     try:
         import torch
     except ImportError:
-        print("skipped: no PyTorch")
-        sys.exit(1 if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else 0)
+        skip("no PyTorch")
     import aquifer_torch
     import graphs  # noqa: F401
     import history  # noqa: F401

@@ -12,7 +12,9 @@ import time
 import unittest
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
+from skip import skip  # noqa: E402
+
 # Of the actors' processes, which inherit it.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -106,6 +108,5 @@ class Tensors(unittest.TestCase):
 if __name__ == "__main__":
     reason = missing()
     if reason:
-        print(f"skipped: {reason}")
-        sys.exit(1 if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else 0)
+        skip(reason)
     unittest.main()

@@ -6,19 +6,15 @@ use crate::{
     library::{AgentConfig, Api, Handle, check},
     lists::{Owned, Unfinished, name, text},
 };
+use nix::libc::free;
 use std::{
-    ffi::{CString, c_void},
+    ffi::CString,
     fmt,
     mem::ManuallyDrop,
     ptr::null_mut,
     slice,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
-
-unsafe extern "C" {
-    /// The C library's.
-    fn free(memory: *mut c_void);
-}
 
 /// This process as NIXL knows it: its backends, registrations and peers. A clone is the same agent.
 ///
@@ -28,7 +24,7 @@ unsafe extern "C" {
 pub struct NixlAgent(pub(crate) Arc<AgentInner>);
 
 pub(crate) struct AgentInner {
-    pub(crate) nixl: Nixl,
+    nixl: Nixl,
     pub(crate) handle: Handle,
     state: Mutex<State>,
 }
@@ -174,7 +170,7 @@ impl NixlAgent {
     }
 
     pub(crate) fn api(&self) -> &Api {
-        &self.0.nixl.0
+        self.0.api()
     }
 }
 
@@ -217,8 +213,13 @@ impl AgentInner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps memory that a transport may still access.
-    pub(crate) fn keep_for_good(&self, memory: Arc<dyn FixedMemory>) {
+    pub(crate) fn api(&self) -> &Api {
+        &self.nixl.0
+    }
+
+    /// Keeps memory whose registration has not ended, as long as the agent: a transport may still
+    /// access it.
+    pub(crate) fn keep_registered(&self, memory: Arc<dyn FixedMemory>) {
         self.state().kept.push(memory);
     }
 
@@ -226,13 +227,13 @@ impl AgentInner {
     /// it with its memory.
     pub(crate) fn end(&self, transfer: Unfinished) {
         // SAFETY: 1. agent and request are live.
-        let status = unsafe { (self.nixl.0.release_xfer_req)(self.handle, transfer.request) };
+        let status = unsafe { (self.api().release_xfer_req)(self.handle, transfer.request) };
         if status != 0 {
             self.state().unfinished.push(transfer);
             return;
         }
         // SAFETY: 1. the request is released, and this is its only owner.
-        let _ = unsafe { (self.nixl.0.destroy_xfer_req)(transfer.request) };
+        let _ = unsafe { (self.api().destroy_xfer_req)(transfer.request) };
     }
 
     /// Ends the transfers that were given up and are over now.

@@ -6,6 +6,7 @@ use crate::{
     Nixl,
     library::{AgentConfig, Api, Handle, IN_PROGRESS},
 };
+use nix::libc::malloc;
 use std::{
     cell::RefCell,
     collections::HashMap,
@@ -105,10 +106,6 @@ fn agent_of(handle: Handle) -> String {
 fn ranges_of(handle: Handle) -> Vec<Known> {
     let Value::Ranges(_, ranges) = of(handle) else { panic!("no list") };
     ranges.clone()
-}
-
-unsafe extern "C" {
-    fn malloc(bytes: usize) -> *mut c_void;
 }
 
 /// Copies bytes to memory that the C library's `free` frees.

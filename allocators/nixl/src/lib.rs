@@ -11,7 +11,8 @@
 //! ```no_run
 //! use aquifer::Runtime;
 //! use aquifer_nixl::{
-//!     Direction, Nixl, NixlAgent, NixlMessage, NixlPeer, NixlTransfer, RegisteredPool, RemoteRange,
+//!     Direction, Nixl, NixlAgent, NixlMessage, NixlPeer, NixlTransfer, RegisteredPool,
+//!     RemoteRange,
 //! };
 //! use std::time::Duration;
 //! # fn exchange(_: &[u8], _: [u8; 24]) -> (Vec<u8>, [u8; 24]) { (Vec::new(), [0; 24]) }
@@ -37,8 +38,8 @@
 //! | module | holds |
 //! |---|---|
 //! | `library` | the functions of NIXL that are used, and how they are found |
-//! | `lists` | values that NIXL makes: lists of ranges and options, each freed with its owner, and requests |
-//! | `agent` | an agent, its peers and messages, and transfers that were given up before their end |
+//! | `lists` | values that NIXL makes, each freed with its owner |
+//! | `agent` | an agent, its peers and messages, and what it keeps |
 //! | `memory` | which memory can be registered, and names of ranges |
 //! | `pinned` | pinned memory that can be registered |
 //! | `registration` | a registration, and its parts |
@@ -48,7 +49,7 @@
 //!
 //! # Invariants
 //! - **Memory is registered for a part of its life.** A registration ends before it lets go of its
-//!   memory. If NIXL refuses to end it, the memory is kept for good.
+//!   memory. If NIXL refuses to end it, the agent keeps the memory.
 //! - **A transfer keeps its memory.** Where it is dropped before its end and NIXL cannot abort it,
 //!   the agent keeps it until it is over.
 //! - **An agent outlives all that it has made.**

@@ -43,6 +43,18 @@ pub struct FixedRange {
     pub bytes: u64,
 }
 
+impl FixedRange {
+    /// Returns a part of the range, which may be empty.
+    pub(crate) fn part(self, offset: u64, bytes: u64) -> Result<Self, NixlError> {
+        match offset.checked_add(bytes) {
+            Some(end) if end <= self.bytes => {
+                Ok(Self { address: self.address + offset, bytes, ..self })
+            }
+            _ => Err(NixlError::OutOfBounds { offset, bytes, within: self.bytes }),
+        }
+    }
+}
+
 /// Memory that stays in place as long as the value lives, so that a transport can know it by its
 /// address.
 ///

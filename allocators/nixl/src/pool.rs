@@ -60,11 +60,10 @@ impl RegisteredPool {
         let Some(block) = found else {
             return Err(NixlError::PoolFull { bytes, free: self.free_bytes() });
         };
-        let whole = FixedRange { address: block.address, bytes, ..self.0.registration.range() };
-        let registered = self.0.registration.inner();
+        let registration = &self.0.registration;
+        let range = FixedRange { address: block.address, bytes, ..registration.range() };
         let taken = Arc::new(Taken { pool: self.0.clone(), block });
-        let part = RegisteredPart::new(registered, taken, whole, 0, bytes)?;
-        Ok(RegisteredBlock { part })
+        Ok(RegisteredBlock { part: registration.part_kept_by(range, taken) })
     }
 
     /// Returns the free bytes, in ranges of any size.
@@ -134,23 +133,15 @@ impl RegisteredBlock {
     /// [`NixlError::OutOfBounds`].
     pub fn copy_from(&self, offset: u64, bytes: &[u8]) -> Result<(), NixlError> {
         let to = self.within(offset, bytes.len())?;
-        let (words, rest) = bytes.as_chunks::<8>();
-        let begin = to.addr() % 8;
-        if begin != 0 {
-            // SAFETY: 1. the range is within the block.
-            bytes
-                .iter()
-                .enumerate()
-                .for_each(|(at, byte)| unsafe { byte_at(to, at) }.store(*byte, Ordering::Relaxed));
-            return Ok(());
-        }
-        for (at, word) in words.iter().enumerate() {
+        let whole = bytes_in_words(to, bytes.len());
+        let (words, rest) = bytes.split_at(whole);
+        for (at, word) in words.as_chunks::<8>().0.iter().enumerate() {
             // SAFETY: 1. the word is within the block, and aligned.
             unsafe { word_at(to, at) }.store(u64::from_ne_bytes(*word), Ordering::Relaxed);
         }
         for (at, byte) in rest.iter().enumerate() {
             // SAFETY: 1. the range is within the block.
-            unsafe { byte_at(to, words.len() * 8 + at) }.store(*byte, Ordering::Relaxed);
+            unsafe { byte_at(to, whole + at) }.store(*byte, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -161,8 +152,7 @@ impl RegisteredBlock {
     /// [`NixlError::OutOfBounds`].
     pub fn copy_to(&self, offset: u64, bytes: &mut [u8]) -> Result<(), NixlError> {
         let from = self.within(offset, bytes.len())?;
-        let begin = from.addr() % 8;
-        let whole = if begin == 0 { bytes.len() / 8 * 8 } else { 0 };
+        let whole = bytes_in_words(from, bytes.len());
         let (words, rest) = bytes.split_at_mut(whole);
         for (at, word) in words.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             // SAFETY: 1. the word is within the block, and aligned.
@@ -177,12 +167,14 @@ impl RegisteredBlock {
 
     /// Returns the address of a range in the block.
     fn within(&self, offset: u64, bytes: usize) -> Result<*mut u8, NixlError> {
-        let (bytes, within) = (bytes as u64, self.bytes());
-        if offset.checked_add(bytes).is_none_or(|end| end > within) {
-            return Err(NixlError::OutOfBounds { offset, bytes, within });
-        }
+        self.part.range().part(offset, bytes as u64)?;
         Ok(self.as_ptr().wrapping_add(offset as usize))
     }
+}
+
+/// Returns how many of `bytes` from `start` are copied as words: none where they are not aligned.
+fn bytes_in_words(start: *mut u8, bytes: usize) -> usize {
+    if start.addr().is_multiple_of(8) { bytes / 8 * 8 } else { 0 }
 }
 
 /// Returns a byte of a block.

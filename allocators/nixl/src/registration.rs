@@ -7,9 +7,9 @@ use crate::{
 };
 use std::{any::Any, fmt, ptr::null_mut, sync::Arc};
 
-/// Memory that an agent has registered: a stable block, as here, or a [pool](crate::RegisteredPool).
-/// It stays registered and in place while this value, a clone
-/// of it, one of its parts or a transfer of them lives.
+/// Memory that an agent has registered: a stable block, as here, or a
+/// [pool](crate::RegisteredPool). It stays registered and in place while this value, a clone of it,
+/// one of its parts or a transfer of them lives.
 ///
 /// ```no_run
 /// use aquifer::{Request, Runtime};
@@ -30,11 +30,10 @@ use std::{any::Any, fmt, ptr::null_mut, sync::Arc};
 #[derive(Clone)]
 pub struct NixlRegistration(Arc<Registered>);
 
-pub(crate) struct Registered {
+struct Registered {
     agent: Arc<AgentInner>,
-    /// `None` once it is kept for good.
-    memory: Option<Arc<dyn FixedMemory>>,
-    pub(crate) range: FixedRange,
+    memory: Arc<dyn FixedMemory>,
+    range: FixedRange,
 }
 
 impl NixlAgent {
@@ -58,13 +57,13 @@ impl NixlAgent {
             (api.register_mem)(self.0.handle, list.handle, null_mut())
         })?;
         let agent = self.0.clone();
-        Ok(NixlRegistration(Arc::new(Registered { agent, memory: Some(memory), range })))
+        Ok(NixlRegistration(Arc::new(Registered { agent, memory, range })))
     }
 }
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        let api = &*self.agent.nixl.0;
+        let api = self.agent.api();
         let ended = Owned::registration(api, self.range).and_then(|list| {
             // SAFETY: 1. the agent and the list are live. 2. no transfer uses the memory: it would
             // keep this value.
@@ -72,11 +71,8 @@ impl Drop for Registered {
                 unsafe { (api.deregister_mem)(self.agent.handle, list.handle, null_mut()) };
             check("deregister_mem", status)
         });
-        if ended.is_err()
-            && let Some(memory) = self.memory.take()
-        {
-            // A transport may still access it.
-            self.agent.keep_for_good(memory);
+        if ended.is_err() {
+            self.agent.keep_registered(self.memory.clone());
         }
     }
 }
@@ -93,11 +89,20 @@ impl NixlRegistration {
     /// # Errors
     /// [`NixlError::OutOfBounds`] for an empty part, and for one that is not within the memory.
     pub fn part(&self, offset: u64, bytes: u64) -> Result<RegisteredPart, NixlError> {
-        RegisteredPart::new(&self.0, self.0.clone(), self.0.range, offset, bytes)
+        let range = self.0.range.part(offset, bytes)?;
+        if bytes == 0 {
+            return Err(NixlError::OutOfBounds { offset, bytes, within: self.0.range.bytes });
+        }
+        Ok(self.part_kept_by(range, self.0.clone()))
     }
 
-    pub(crate) fn inner(&self) -> &Arc<Registered> {
-        &self.0
+    /// Returns a part that `keep` keeps, and the registration with it.
+    pub(crate) fn part_kept_by(
+        &self,
+        range: FixedRange,
+        keep: Arc<dyn Any + Send + Sync>,
+    ) -> RegisteredPart {
+        RegisteredPart { agent: self.0.agent.clone(), range, keep }
     }
 }
 
@@ -111,22 +116,6 @@ pub struct RegisteredPart {
 }
 
 impl RegisteredPart {
-    /// Makes a part of `whole`, which `keep` keeps.
-    pub(crate) fn new(
-        registered: &Arc<Registered>,
-        keep: Arc<dyn Any + Send + Sync>,
-        whole: FixedRange,
-        offset: u64,
-        bytes: u64,
-    ) -> Result<Self, NixlError> {
-        let is_within = offset.checked_add(bytes).is_some_and(|end| end <= whole.bytes);
-        if bytes == 0 || !is_within {
-            return Err(NixlError::OutOfBounds { offset, bytes, within: whole.bytes });
-        }
-        let range = FixedRange { address: whole.address + offset, bytes, ..whole };
-        Ok(Self { agent: registered.agent.clone(), range, keep })
-    }
-
     /// Returns where it lies.
     #[must_use]
     pub fn range(&self) -> FixedRange {

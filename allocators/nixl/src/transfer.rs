@@ -120,7 +120,7 @@ impl NixlTransfer {
     pub fn is_done(&self) -> Result<bool, NixlError> {
         let Some(Unfinished { request, .. }) = &self.unfinished else { return Ok(true) };
         // SAFETY: 1. agent and request are live.
-        let status = unsafe { (self.agent.nixl.0.get_xfer_status)(self.agent.handle, *request) };
+        let status = unsafe { (self.agent.api().get_xfer_status)(self.agent.handle, *request) };
         if status == IN_PROGRESS {
             Ok(false)
         } else {

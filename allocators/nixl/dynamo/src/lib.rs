@@ -33,7 +33,6 @@ use std::{any::Any, fmt, sync::Arc};
 /// A clone is the same storage. The memory goes with the last one.
 #[derive(Clone)]
 pub struct FixedStorage {
-    range: FixedRange,
     memory: Arc<dyn FixedMemory>,
 }
 
@@ -41,7 +40,11 @@ impl FixedStorage {
     /// Makes storage of memory.
     #[must_use]
     pub fn new(memory: Arc<dyn FixedMemory>) -> Self {
-        Self { range: memory.fixed_range(), memory }
+        Self { memory }
+    }
+
+    fn range(&self) -> FixedRange {
+        self.memory.fixed_range()
     }
 
     /// Returns the memory.
@@ -53,15 +56,15 @@ impl FixedStorage {
 
 impl MemoryDescriptor for FixedStorage {
     fn addr(&self) -> usize {
-        self.range.address as usize
+        self.range().address as usize
     }
 
     fn size(&self) -> usize {
-        self.range.bytes as usize
+        self.range().bytes as usize
     }
 
     fn storage_kind(&self) -> StorageKind {
-        match self.range.place {
+        match self.range().place {
             MemoryPlace::Host => StorageKind::Pinned,
             MemoryPlace::Device(device) => StorageKind::Device(device),
         }
@@ -79,7 +82,7 @@ impl MemoryDescriptor for FixedStorage {
 
 impl NixlCompatible for FixedStorage {
     fn nixl_params(&self) -> (*const u8, usize, MemType, u64) {
-        let (kind, device) = match self.range.place {
+        let (kind, device) = match self.range().place {
             MemoryPlace::Host => (MemType::Dram, 0),
             MemoryPlace::Device(device) => (MemType::Vram, u64::from(device)),
         };
@@ -89,7 +92,7 @@ impl NixlCompatible for FixedStorage {
 
 impl fmt::Debug for FixedStorage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FixedStorage").field("range", &self.range).finish_non_exhaustive()
+        f.debug_struct("FixedStorage").field("range", &self.range()).finish_non_exhaustive()
     }
 }
 
