@@ -85,6 +85,9 @@ policy_params! {
     /// A handle is at most this part of what the pool could still provide: the memory that one
     /// live block pins against the number of driver calls.
     headroom_parts: 4096,
+    /// But it may be this part of a new block, or of the mean live block if that is smaller: growth
+    /// near the limit against the memory that a small block pins where a large one was.
+    block_parts: 32,
 }
 
 /// Returns the thresholds in use.

@@ -43,9 +43,10 @@
 //!
 //! **Handle sizes.** The cost of a mapping depends on the number of handles and hardly on their
 //! size. So a block of 512 MiB gets a few large handles if a handle is far smaller than the memory
-//! that is left, and small ones near the limit: see [`Mapped::largest_handle`]. A large handle that
-//! is free but does not fit where memory is missing is released to the driver, its
-//! charge is kept, and new handles of the right size are created with that charge.
+//! that is left, or if the live blocks are as large on average. Other handles are small near
+//! the limit: see [`Mapped::largest_handle`]. A large handle that is free but does not fit where
+//! memory is missing is released to the driver, its charge is kept, and new handles of the right
+//! size are created with that charge.
 //!
 //! A mutex protects the table. It is never held during a driver call. While calls are made, the
 //! memory they concern is in no cache, so no other thread can reach it.
@@ -197,12 +198,13 @@ impl Mapped {
     }
 
     /// Returns the maximum number of slots of a new handle, while `live` bytes of the held memory
-    /// are in use: a fixed part of what could still be provided. So the memory that one live block
-    /// pins is small compared to the rest, and handles become small near the limit.
-    fn largest_handle(&self, live: u64) -> u64 {
+    /// are in use: a fixed part of what could still be provided, or if that is more, of a `typical`
+    /// block. So the memory that one live block pins is small compared to the rest or to the block.
+    fn largest_handle(&self, live: u64, typical: u64) -> u64 {
         let left = self.budget.remaining() + self.held.now().saturating_sub(live);
-        let slots = (left / policy().headroom_parts / self.slot).clamp(1, self.max_handle_slots);
-        1 << slots.ilog2()
+        let policy = policy();
+        let bytes = (left / policy.headroom_parts).max(typical / policy.block_parts);
+        1 << (bytes / self.slot).clamp(1, self.max_handle_slots).ilog2()
     }
 
     fn grid(&self) -> Grid {

@@ -34,7 +34,9 @@ fn made(rig: &Rig, call: Call) -> u64 {
 fn handles_get_small_as_the_limit_comes_near() {
     let rig = vast(1 << 20);
     let s = rig.stream();
-    let mut live = Vec::new();
+    // The mean block is small.
+    let mut live: Vec<_> =
+        (0..100).map(|_| rig.pool.alloc(&s, Request::bytes(1)).unwrap()).collect();
     // What is left when a block of 128 MiB is requested, and the handles that back it.
     for (left, handles) in [
         (512 * GIB, 2),
@@ -49,6 +51,24 @@ fn handles_get_small_as_the_limit_comes_near() {
         live.push(take(&rig, &s, 128));
         assert_eq!(made(&rig, Call::HandleCreate) - before, handles, "{left} bytes are left");
     }
+}
+
+#[test]
+fn handles_of_large_blocks_stay_large_near_the_limit_unless_other_blocks_are_small() {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 4 << 10, |_| ());
+    let s = rig.stream();
+    let large = [512, 512].map(|mib| {
+        let before = made(&rig, Call::HandleCreate);
+        let block = take(&rig, &s, mib);
+        assert_eq!(made(&rig, Call::HandleCreate) - before, 32, "of 16 MiB");
+        block
+    });
+    let small: Vec<_> = (0..2 << 10).map(|_| take(&rig, &s, 1)).collect();
+    let before = made(&rig, Call::HandleCreate);
+    let block = take(&rig, &s, 512);
+    assert_eq!(made(&rig, Call::HandleCreate) - before, 256, "of 2 MiB");
+    drop((large, small, block));
+    rig.assert_silent();
 }
 
 #[test]
@@ -69,15 +89,15 @@ fn free_memory_counts_as_left() {
 fn large_handles_are_released_first_and_a_small_one_for_a_small_request() {
     let rig = vast(1 << 20);
     let s = rig.stream();
-    // 16 handles of 64 MiB, followed by 64 of 2 MiB.
+    // 16 handles of 64 MiB, followed by 32 of 4 MiB.
     let large = take(&rig, &s, 1024);
     rig.budget.set_limit(rig.budget.used() + 128 * MIB);
     let small = take(&rig, &s, 128);
-    assert_eq!(made(&rig, Call::HandleCreate), 16 + 64);
+    assert_eq!(made(&rig, Call::HandleCreate), 16 + 32);
     drop((large, small));
     let held = (1024 + 128) * MIB;
     for (keep, handles) in
-        [(held - 128 * MIB, 2), (held - 129 * MIB, 1), (held - 194 * MIB, 1), (0, 13 + 63)]
+        [(held - 128 * MIB, 2), (held - 129 * MIB, 1), (held - 196 * MIB, 1), (0, 13 + 31)]
     {
         let before = made(&rig, Call::HandleRelease);
         rig.pool.trim(keep).unwrap();
@@ -197,7 +217,7 @@ fn the_rest_of_a_moved_handle_waits_like_the_block_it_was_moved_for() {
 
 #[test]
 fn one_small_block_pins_one_handle_and_no_more() {
-    let rig = Rig::on(Sim::h200(1).symbolic(), 1 << 10, |_| ());
+    let rig = Rig::on(Sim::h200(1).symbolic(), 1 << 10, |config| config.handle_bytes = 2 * MIB);
     let s = rig.stream();
     let whole = take(&rig, &s, 512);
     drop(whole);

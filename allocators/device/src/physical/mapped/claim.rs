@@ -83,7 +83,8 @@ impl Mapped {
                 slots.claim(first, count);
             }
             drop(slots);
-            let largest = self.largest_handle(free_ranges.live);
+            let typical = free_ranges.typical_block(request.size());
+            let largest = self.largest_handle(free_ranges.live, typical);
             claim = Some(Claim { window, pieces: List::new_in(bump), largest, _move: guard });
             break;
         }

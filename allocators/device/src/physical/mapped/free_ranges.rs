@@ -35,6 +35,8 @@ pub(super) struct FreeRanges<'s> {
     pub(super) all: List<'s, FreeRange>,
     /// Bytes of live blocks of these caches.
     pub(super) live: u64,
+    /// The number of these blocks, with those that are freed and pending.
+    blocks: u64,
 }
 
 /// A range taken from its list.
@@ -90,6 +92,11 @@ impl<'s> FreeRanges<'s> {
         self.all.allocator()
     }
 
+    /// Returns the smaller of the size of a new block and the mean of the live ones, it included.
+    pub(super) fn typical_block(&self, bytes: u64) -> u64 {
+        bytes.min(self.live.saturating_add(bytes) / (self.blocks + 1))
+    }
+
     pub(super) fn cache_of(&self, free_range: &FreeRange) -> Option<&'static StreamCache> {
         match free_range.owner {
             RangeOwner::Cache(at) => Some(self.caches[at].0),
@@ -121,15 +128,16 @@ impl Mapped {
         readiness: Readiness,
     ) -> FreeRanges<'s> {
         let mut free_ranges =
-            FreeRanges { caches: List::new_in(bump), all: List::new_in(bump), live: 0 };
+            FreeRanges { caches: List::new_in(bump), all: List::new_in(bump), live: 0, blocks: 0 };
         free_ranges.caches.reserve(donors.len());
-        let FreeRanges { caches, all, live } = &mut free_ranges;
+        let FreeRanges { caches, all, live, blocks } = &mut free_ranges;
         for &donor in donors {
             let owner = RangeOwner::Cache(caches.len());
             let own = cache.is_some_and(|cache| std::ptr::eq(cache, donor));
             donor.with(|s| {
                 let Some(timeline) = s.timeline().cloned() else { return };
                 *live += s.footprint().live;
+                *blocks += s.heap.live_blocks();
                 for extent in s.heap.free_extents() {
                     let done = timeline.is_done(extent.stamp);
                     if done || own || readiness == Readiness::MayWait {
