@@ -106,13 +106,18 @@
 //! - More is held than 7/4 of the peak in use: the same, and handles move before new memory is
 //!   taken. While half of the budget is left, blocks below 16 MiB do so only from twice the peak
 //!   on.
+//! - The pool [compacts](PoolConfig::compact), and a block above 1 MiB would raise what is held above
+//!   19/16 of the peak in use, or 17/16 with one stream: freed memory, with a wait on the device if
+//!   necessary. Then new memory up to this bound, and handles move for the rest.
 //! - Less than half of the budget is left, and memory is not shared: as where more is idle, for
 //!   blocks of any size.
 //! - Less than half of the budget is left, and there are several streams: all free memory is
 //!   shared. The stream takes the lowest address that is ready, whichever stream used it last.
 //!
-//! A handle is a 4096th of what the pool could still take, from 2 to 64 MiB: large handles are
-//! created faster for each byte, but one small block keeps a whole handle in place.
+//! A handle has 2 to 64 MiB: a 4096th of what the pool could still take, or if it is more, a 32nd
+//! of the block, or of the mean live block if that is smaller. Large handles are created faster for
+//! each byte, but one small block keeps a whole handle in place. A pool that compacts goes by the
+//! blocks alone.
 //!
 //! Shared memory is allocated at the lowest address first, so that free memory gathers at the high
 //! end, where whole handles become free. The price is a slow path for every block above 64 KiB

@@ -19,7 +19,11 @@ use crate::{
     checked::{BlockSource, CheckedPool},
     direct::Direct,
     environment::Environment,
-    physical::{Physical, mapped::Mapped, segments::Segments},
+    physical::{
+        Physical,
+        mapped::{HandleSizes, Mapped},
+        segments::Segments,
+    },
     planned,
     pool_core::PoolCore,
     request::ValidateRequest,
@@ -161,13 +165,17 @@ impl DevicePool {
                     expected: "0 or a power of two",
                 });
             }
-            let fixed = config.handle_bytes > 0;
+            let handle_sizes = match config.handle_bytes {
+                0 if config.compact => HandleSizes::ByBlock,
+                0 => HandleSizes::ByBlockAndRest,
+                _ => HandleSizes::Fixed,
+            };
             Box::new(Mapped::open(
                 &driver,
                 accessors.clone(),
                 info.memory,
                 slot,
-                fixed,
+                handle_sizes,
                 config.default_export(info.export_types),
                 budget.clone(),
             )?)

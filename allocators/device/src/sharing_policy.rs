@@ -33,8 +33,13 @@
 //!   find a place missing now and then. If each such block took new memory, the pool would grow in
 //!   every round. So before a block above 1 MiB would raise what they hold above twelve eighths
 //!   of the high-water mark, all idle handles that can be moved are moved under it.
+//! - **A pool that compacts has a lower bound**: 19/16 of the high-water mark, or 17/16 with one
+//!   stream. A block above 1 MiB that would exceed it takes what is free anywhere, also with a wait
+//!   for other streams, and idle handles move under it for the rest. If a handle then moves for
+//!   more than one of 16 blocks, and 18/16 are held, blocks above the small sizes come from the
+//!   shared free list until less is held: a slow path costs less than a move.
 
-use crate::base::policy_params::{eighths, policy};
+use crate::base::policy_params::{policy, sixteenths};
 use aquifer_core::Budget;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -49,7 +54,6 @@ pub(crate) struct CacheFootprint {
 
 /// The order in which a stream without room searches for memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[expect(clippy::enum_variant_names, reason = "each variant names what comes first")]
 pub(crate) enum GrowthOrder {
     /// New memory first: half of the budget is left, and at most a third of the held memory is
     /// idle, or the block is not large and at most half is idle.
@@ -64,6 +68,9 @@ pub(crate) enum GrowthOrder {
     /// Like `ReuseFirst`, but idle handles are moved before memory grows: the held memory is seven
     /// fourths of the high-water mark of use, or would exceed its bound.
     CompactFirst,
+    /// Like `ReuseFirst`, but memory grows up to the bound of a pool that compacts, and idle
+    /// handles are moved for the rest.
+    WithinBound,
 }
 
 /// The choice among otherwise equal places for a block.
@@ -80,6 +87,8 @@ pub(crate) enum Fit {
 pub(crate) struct SharingPolicy {
     /// Whether the caches can share. If not, each keeps its memory for good.
     sharing: bool,
+    /// Whether the pool compacts: see [`PoolConfig::compact`](crate::PoolConfig::compact).
+    compacts: bool,
     all_shared: AtomicBool,
     /// Half of the budget is left.
     spacious: AtomicBool,
@@ -101,12 +110,18 @@ pub(crate) struct SharingPolicy {
     /// decisions. With `peak_live` instead, handles would move later, and held memory would exceed
     /// its bound.
     high_water: AtomicU64,
+    /// Blocks allocated when moves were last counted.
+    counted_blocks: AtomicU64,
+    /// Handles moved until then.
+    counted_moves: AtomicU64,
+    /// Handles have moved often since the streams held little more than the high-water mark.
+    moves_often: AtomicBool,
 }
 
 impl SharingPolicy {
     /// Creates a policy under which streams start separate, and stay so unless `sharing` is set.
-    pub(crate) fn new(sharing: bool) -> Self {
-        Self { sharing, shared_from: AtomicU64::new(u64::MAX), ..Self::default() }
+    pub(crate) fn new(sharing: bool, compacts: bool) -> Self {
+        Self { sharing, compacts, shared_from: AtomicU64::new(u64::MAX), ..Self::default() }
     }
 
     /// Returns whether streams share free memory.
@@ -155,6 +170,9 @@ impl SharingPolicy {
 
     /// Returns the search order for a stream that has no room for `bytes`.
     pub(crate) fn growth_order(&self, bytes: u64) -> GrowthOrder {
+        if self.grows_within_bound(bytes) {
+            return GrowthOrder::WithinBound;
+        }
         if self.exceeds_bound(bytes) {
             return GrowthOrder::CompactFirst;
         }
@@ -171,13 +189,31 @@ impl SharingPolicy {
             (true, false)
                 if !again
                     && bytes < policy().large_block
-                    && held < eighths(high, policy().reuse_all_from) =>
+                    && held < sixteenths(high, policy().reuse_all_from) =>
             {
                 new
             }
-            _ if held < eighths(high, policy().compact_from) => GrowthOrder::ReuseFirst,
+            _ if held < sixteenths(high, policy().compact_from) => GrowthOrder::ReuseFirst,
             _ => GrowthOrder::CompactFirst,
         }
+    }
+
+    /// Returns whether new memory for a block of `bytes` would exceed the bound of a pool that
+    /// compacts.
+    fn grows_within_bound(&self, bytes: u64) -> bool {
+        self.compacts && bytes > policy().unbounded_max && self.room_below_bound(bytes) < bytes
+    }
+
+    /// Returns the bytes of new memory that a block of `bytes` may take in a pool that compacts,
+    /// before idle handles move under it.
+    pub(crate) fn room_below_bound(&self, bytes: u64) -> u64 {
+        let parts = match self.several_streams.load(Ordering::Relaxed) {
+            true => policy().compact_bound,
+            false => policy().compact_bound_alone,
+        };
+        let live = self.live.load(Ordering::Relaxed).saturating_add(bytes);
+        sixteenths(self.peak_live.load(Ordering::Relaxed).max(live), parts)
+            .saturating_sub(self.held.load(Ordering::Relaxed))
     }
 
     /// Returns whether several streams would hold more than the bound with `bytes` of new memory.
@@ -187,7 +223,7 @@ impl SharingPolicy {
             && bytes > policy().unbounded_max
             && self.several_streams.load(Ordering::Relaxed)
             && after(&self.held)
-                > eighths(
+                > sixteenths(
                     self.peak_live.load(Ordering::Relaxed).max(after(&self.live)),
                     policy().bound,
                 )
@@ -220,6 +256,22 @@ impl SharingPolicy {
             .fetch_max(self.live.load(Ordering::Relaxed).saturating_add(bytes), Ordering::Relaxed);
     }
 
+    /// Takes the numbers of blocks that the pool has allocated and of handles that it has moved
+    /// since it was opened.
+    pub(crate) fn count_moves(&self, blocks: u64, moves: u64) {
+        // Relaxed: two threads that count at the same time count some moves twice or not at all.
+        let since = blocks.saturating_sub(self.counted_blocks.load(Ordering::Relaxed));
+        if !self.compacts || since < policy().move_window {
+            return;
+        }
+        let moved = moves.saturating_sub(self.counted_moves.load(Ordering::Relaxed));
+        if moved.saturating_mul(policy().often_moved) > since {
+            self.moves_often.store(true, Ordering::Relaxed);
+        }
+        self.counted_blocks.store(blocks, Ordering::Relaxed);
+        self.counted_moves.store(moves, Ordering::Relaxed);
+    }
+
     /// Decides again, from the budget, the memory of each stream, and the `shared` free bytes.
     /// `streams` has those that are leased or hold memory: idle caches are no streams. Once
     /// together, streams stay so until less than three eighths of the budget are used. This
@@ -227,8 +279,8 @@ impl SharingPolicy {
     pub(crate) fn update(&self, budget: &Budget, streams: &[CacheFootprint], shared: u64) {
         let (used, limit) = (budget.used(), budget.limit());
         let border = match self.shares_all() {
-            true => eighths(limit, policy().separate_below),
-            false => eighths(limit, policy().share_above),
+            true => sixteenths(limit, policy().separate_below),
+            false => sixteenths(limit, policy().share_above),
         };
         let held = |stream: &&CacheFootprint| stream.live + stream.free;
         let some = streams.iter().filter(|stream| held(stream) > 0).count() as u64;
@@ -239,17 +291,20 @@ impl SharingPolicy {
         let (live, free) =
             streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
         let (spacious, ample) = (
-            used <= eighths(limit, policy().spacious_up_to),
-            free <= eighths(live, policy().ample_idle),
+            used <= sixteenths(limit, policy().spacious_up_to),
+            free <= sixteenths(live, policy().ample_idle),
         );
         let tight = limit.saturating_sub(used) + free < limit / policy().tight_part;
         self.held.store(live + free, Ordering::Relaxed);
         self.live.store(live, Ordering::Relaxed);
         self.high_water.fetch_max(live, Ordering::Relaxed);
         let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
-        let holds =
-            |parts| self.sharing && streams.len() > 1 && live + free >= eighths(peak_live, parts);
-        let shared_from = if all_shared {
+        let holds = |parts| {
+            self.sharing && streams.len() > 1 && live + free >= sixteenths(peak_live, parts)
+        };
+        let moves_often =
+            holds(policy().compact_share_from) && self.moves_often.load(Ordering::Relaxed);
+        let shared_from = if all_shared || moves_often {
             policy().own_cache_max + 1
         } else if holds(policy().share_larger_from) {
             policy().unbounded_max + 1
@@ -264,6 +319,7 @@ impl SharingPolicy {
             (&self.ample, ample),
             (&self.tight, tight),
             (&self.several_streams, streams.len() > 1),
+            (&self.moves_often, moves_often),
         ];
         // Written only on change: the flags are read far more often, and the cache line stays
         // shared.
@@ -289,7 +345,7 @@ mod tests {
 
     #[test]
     fn sharing_starts_above_half_of_the_budget_and_ends_below_three_eighths() {
-        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 800));
+        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 800));
         let mut step = |used: u64| {
             let charge = budget.charge(used);
             policy.update(&budget, &[CacheFootprint { live: used / 2, free: 0 }; 2], 0);
@@ -301,7 +357,7 @@ mod tests {
 
     #[test]
     fn a_stream_that_holds_nearly_all_memory_does_not_share() {
-        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 800));
+        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 800));
         let charge = budget.charge(800);
         let step = |first: u64, second: u64| {
             policy.update(
@@ -324,13 +380,13 @@ mod tests {
         let budget = Budget::new("a test", 1600);
         let _charge = budget.charge(1600);
         for count in [2, 7, 8, 9, 16, 100] {
-            let policy = SharingPolicy::new(true);
+            let policy = SharingPolicy::new(true, false);
             // Streams that hold nothing do not count.
             let mut equal = vec![CacheFootprint { live: 1600 / count, free: 0 }; count as usize];
             equal.extend([CacheFootprint { live: 0, free: 0 }; 50]);
             policy.update(&budget, &equal, 0);
             assert!(policy.shares_all(), "{count} equal streams");
-            let policy = SharingPolicy::new(true);
+            let policy = SharingPolicy::new(true, false);
             let mut small = vec![CacheFootprint { live: 160 / count, free: 0 }; count as usize];
             small.push(CacheFootprint { live: 1440, free: 0 });
             policy.update(&budget, &small, 0);
@@ -340,7 +396,7 @@ mod tests {
 
     #[test]
     fn pool_grows_first_while_half_of_the_budget_is_left_and_little_is_idle() {
-        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 800));
+        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 800));
         let step = |live: u64, free: u64| {
             let charge = budget.charge(live + free);
             policy.update(&budget, &[CacheFootprint { live, free: 0 }], free);
@@ -355,7 +411,7 @@ mod tests {
 
     #[test]
     fn memory_is_tight_when_nearly_all_of_the_budget_is_in_use_but_not_when_it_is_idle() {
-        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 3200 * MIB));
+        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 3200 * MIB));
         let step = |live: u64, free: u64| {
             let (live, free) = (live * MIB, free * MIB);
             let charge = budget.charge(live + free);
@@ -371,7 +427,7 @@ mod tests {
 
     #[test]
     fn large_blocks_use_shared_memory_once_a_quarter_more_is_held_than_the_peak() {
-        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 100_000));
+        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 100_000));
         let update =
             |streams: &[CacheFootprint], shared: u64| policy.update(&budget, streams, shared);
         let two = [CacheFootprint { live: 500, free: 0 }; 2];
@@ -393,14 +449,14 @@ mod tests {
         // A single stream has no other to share with.
         update(&two[..1], 1000);
         assert!(!policy.prefers_shared(LARGE));
-        let separate = SharingPolicy::new(false);
+        let separate = SharingPolicy::new(false, false);
         separate.update(&budget, &two, 1000);
         assert!(!separate.prefers_shared(LARGE));
     }
 
     #[test]
     fn handles_move_before_several_streams_hold_half_more_than_the_peak() {
-        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 1 << 40));
+        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 1 << 40));
         let high = 1000 * MIB;
         let step = |live: u64, free: u64, bytes: u64, streams: u64| {
             let each = CacheFootprint { live: live / streams, free: 0 };
@@ -417,8 +473,48 @@ mod tests {
     }
 
     #[test]
+    fn a_pool_that_compacts_grows_within_its_bound() {
+        let (policy, budget) = (SharingPolicy::new(true, true), Budget::new("a test", 1 << 40));
+        let high = 1600 * MIB;
+        let step = |live: u64, free: u64, bytes: u64, streams: u64| {
+            let each = CacheFootprint { live: live / streams, free: 0 };
+            policy.update(&budget, &vec![each; streams as usize], free);
+            policy.growth_order(bytes) == GrowthOrder::WithinBound
+        };
+        let below = high - 2 * MIB;
+        assert!(!step(high, 0, 2 * MIB, 2));
+        assert!(!step(below, 300 * MIB, 2 * MIB, 2) && step(below, 301 * MIB, 2 * MIB, 2));
+        assert_eq!(policy.room_below_bound(2 * MIB), MIB);
+        assert!(!step(below, 301 * MIB, MIB, 2), "a small block");
+        assert!(!step(below, 100 * MIB, 2 * MIB, 1) && step(below, 101 * MIB, 2 * MIB, 1));
+        // A block that raises the peak raises the bound.
+        assert!(!step(high, 300 * MIB, 2 * MIB, 2) && step(high, 301 * MIB, 2 * MIB, 2));
+    }
+
+    #[test]
+    fn streams_whose_handles_move_often_share_until_less_is_held() {
+        let (policy, budget) = (SharingPolicy::new(true, true), Budget::new("a test", 100_000));
+        let two = [CacheFootprint { live: 500, free: 0 }; 2];
+        let step = |free: u64| {
+            policy.update(&budget, &two, free);
+            policy.prefers_shared(POLICY.own_cache_max + 1)
+        };
+        let (window, often) = (POLICY.move_window, POLICY.often_moved);
+        assert!(!step(125));
+        policy.count_moves(window, window / often);
+        assert!(!step(125), "not more than one for so many blocks");
+        policy.count_moves(2 * window - 1, window);
+        assert!(!step(125), "too few blocks to tell");
+        policy.count_moves(2 * window, 2 * window / often + 1);
+        assert!(step(125) && !policy.prefers_shared(POLICY.own_cache_max));
+        policy.count_moves(3 * window, 2 * window / often + 1);
+        assert!(step(125), "sharing is what ended the moves");
+        assert!(!step(124) && !step(125));
+    }
+
+    #[test]
     fn medium_blocks_reuse_idle_memory_below_the_peak() {
-        let (policy, budget) = (SharingPolicy::new(true), Budget::new("a test", 1 << 40));
+        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 1 << 40));
         let step = |live: u64, free: u64, bytes: u64| {
             policy.update(&budget, &[CacheFootprint { live: live / 2, free: 0 }; 2], free);
             policy.growth_order(bytes)

@@ -51,7 +51,9 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
-use steps::{COMPACT_FIRST, GROW, GROW_FIRST, REUSE_FIRST, SHARED_FIRST, SHARED_ONLY, Step};
+use steps::{
+    COMPACT_FIRST, GROW, GROW_FIRST, REUSE_FIRST, SHARED_FIRST, SHARED_ONLY, Step, WITHIN_BOUND,
+};
 
 /// How many times moves of other threads are waited for before a request is refused.
 const MOVE_RETRIES: u32 = 64;
@@ -287,15 +289,13 @@ impl PoolCore {
         {
             return Ok(Some(block));
         }
-        let steps = match shares_all {
-            true => SHARED_ONLY,
-            false if self.config.compact => COMPACT_FIRST,
-            false => match self.sharing_policy.growth_order(request.size()) {
-                GrowthOrder::GrowFirst => GROW_FIRST,
-                GrowthOrder::SharedFirst => SHARED_FIRST,
-                GrowthOrder::ReuseFirst => REUSE_FIRST,
-                GrowthOrder::CompactFirst => COMPACT_FIRST,
-            },
+        let steps = match self.sharing_policy.growth_order(request.size()) {
+            GrowthOrder::WithinBound => WITHIN_BOUND,
+            _ if shares_all => SHARED_ONLY,
+            GrowthOrder::GrowFirst => GROW_FIRST,
+            GrowthOrder::SharedFirst => SHARED_FIRST,
+            GrowthOrder::ReuseFirst => REUSE_FIRST,
+            GrowthOrder::CompactFirst => COMPACT_FIRST,
         };
         // An isolated stream never waits for another, nor does one that captures. Evaluated lazily,
         // since it calls the driver.
@@ -420,11 +420,12 @@ impl PoolCore {
         options: PlaceOptions,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
-        let options =
-            PlaceOptions { moves_first: options.moves_first || self.config.compact, ..options };
         let whole = self.sharing_policy.grows_whole_blocks(request.size());
         let mut outcome =
             PlaceOutcome { reserved: progress.reserved, whole, ..PlaceOutcome::default() };
+        if options.bounded {
+            outcome.max_growth = Some(self.sharing_policy.room_below_bound(request.size()));
+        }
         if options.grow {
             let bytes = self.physical.backing_bytes(request);
             self.hooks().for_each(|hook| hook.release_before_growth(bytes));

@@ -43,39 +43,53 @@ policy_params! {
     /// is idle. For smaller ones the search costs more than it saves, and streams that allocate at
     /// the same time would take the same ranges from each other forever.
     large_block: 16 * MIB,
-    /// Streams share free memory from these eighths of the budget in use: packing against waits.
-    share_above: 4,
-    /// Sharing streams separate again below these eighths: the hysteresis that keeps a loop at the
-    /// border from oscillating.
-    separate_below: 3,
+    /// Streams share free memory from these sixteenths of the budget in use: packing against waits.
+    share_above: 8,
+    /// Sharing streams separate again below these sixteenths: the hysteresis that keeps a loop at
+    /// the border from oscillating.
+    separate_below: 6,
     /// A stream counts as one of several that share if it holds more than this part of all memory,
     /// or more than half of an equal share if there are many streams: a small stream beside a
     /// large one keeps its fast path.
     holder_part: 8,
-    /// Memory is spacious up to these eighths of the budget in use: streams stay apart against
+    /// Memory is spacious up to these sixteenths of the budget in use: streams stay apart against
     /// less held memory.
-    spacious_up_to: 4,
-    /// Memory is ample while at most these eighths of the live bytes are idle: growth against
+    spacious_up_to: 8,
+    /// Memory is ample while at most these sixteenths of the live bytes are idle: growth against
     /// waits for other streams.
-    ample_idle: 4,
-    /// Large blocks come from the shared free list once these eighths of the high-water mark are
+    ample_idle: 8,
+    /// Large blocks come from the shared free list once these sixteenths of the high-water mark are
     /// held: large holes against slow paths.
-    surplus: 10,
+    surplus: 20,
     /// Up to this size, blocks of several streams take new memory without a bound: fewer slow paths
     /// against less held memory.
     unbounded_max: MIB,
     /// Blocks above `unbounded_max` come from the shared free list once several streams hold these
-    /// eighths of the high-water mark: fewer gaps against slow paths.
-    share_larger_from: 11,
+    /// sixteenths of the high-water mark: fewer gaps against slow paths.
+    share_larger_from: 22,
     /// Handles move under a block above `unbounded_max` before several streams hold more than these
-    /// eighths of the high-water mark: less held memory against moves.
-    bound: 12,
-    /// Handles move before memory grows once these eighths of the high-water mark are held: less
+    /// sixteenths of the high-water mark: less held memory against moves.
+    bound: 24,
+    /// A pool that compacts moves handles under such a block before several streams hold more than
+    /// these sixteenths of the high-water mark: less held memory against moves.
+    compact_bound: 19,
+    /// The same with a single stream, which has no other to wait for.
+    compact_bound_alone: 17,
+    /// In a pool that compacts, blocks above `own_cache_max` come from the shared free list while
+    /// several streams hold these sixteenths of the high-water mark and handles move often: slow
+    /// paths against moves.
+    compact_share_from: 18,
+    /// Handles move often if more than one moves for so many blocks: a move costs as much as about
+    /// twice this number of slow paths.
+    often_moved: 16,
+    /// Moves are counted over so many blocks: bursts of moves against a late reaction.
+    move_window: 4096,
+    /// Handles move before memory grows once these sixteenths of the high-water mark are held: less
     /// held memory against moves.
-    compact_from: 14,
-    /// Blocks that are not large also reuse other streams' memory once these eighths of the
+    compact_from: 28,
+    /// Blocks that are not large also reuse other streams' memory once these sixteenths of the
     /// high-water mark are held.
-    reuse_all_from: 16,
+    reuse_all_from: 32,
     /// Memory is tight when less than this part of the budget is left or free: the place that pins
     /// the fewest handles against the lowest address.
     tight_part: 32,
@@ -118,8 +132,8 @@ pub(crate) fn policy() -> &'static PolicyParams {
     &SWEPT
 }
 
-/// Returns so many eighths of `bytes`, rounded down.
+/// Returns so many sixteenths of `bytes`, rounded down.
 #[inline]
-pub(crate) const fn eighths(bytes: u64, parts: u64) -> u64 {
-    (bytes / 8).saturating_mul(parts).saturating_add(bytes % 8 * parts / 8)
+pub(crate) const fn sixteenths(bytes: u64, parts: u64) -> u64 {
+    (bytes / 16).saturating_mul(parts).saturating_add(bytes % 16 * parts / 16)
 }

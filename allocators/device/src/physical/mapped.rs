@@ -89,8 +89,8 @@ pub(crate) struct Mapped {
     bytes: u64,
     /// Bytes of a slot, which is the smallest handle.
     slot: u64,
-    /// The most slots that one handle covers.
-    max_handle_slots: u64,
+    /// The sizes of new handles.
+    handle_sizes: HandleSizes,
     /// What new handles can be exported as.
     export: ExportTypes,
     budget: Budget,
@@ -108,6 +108,17 @@ pub(crate) struct Mapped {
     leaked: AtomicBool,
 }
 
+/// How large new handles are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum HandleSizes {
+    /// One slot.
+    Fixed,
+    /// Up to a fixed part of the block, so that few are pinned by what lies beside a live block.
+    ByBlock,
+    /// Up to a fixed part of the block or of the memory that is left to take.
+    ByBlockAndRest,
+}
+
 /// Marks memory that is being moved, which other threads cannot see. It is counted before the
 /// memory is taken. So a thread that finds nothing, and no move, has seen all memory.
 ///
@@ -123,14 +134,13 @@ impl Drop for MoveGuard<'_> {
 impl Mapped {
     /// Reserves addresses for sixteen times the device's memory, or less if the process has not
     /// that many left. Addresses cost nothing, and a block needs them in one piece. The memory is
-    /// on the first device of `accessors`, and all of them can access it. With `fixed`, all handles
-    /// have the size of a slot.
+    /// on the first device of `accessors`, and all of them can access it.
     pub(crate) fn open(
         driver: &Arc<dyn Driver>,
         accessors: Arc<[DeviceId]>,
         memory: u64,
         slot: u64,
-        fixed: bool,
+        handle_sizes: HandleSizes,
         export: ExportTypes,
         budget: Budget,
     ) -> Result<Self> {
@@ -152,7 +162,7 @@ impl Mapped {
             base,
             bytes,
             slot,
-            max_handle_slots: if fixed { 1 } else { (policy().largest_handle / slot).max(1) },
+            handle_sizes,
             export,
             budget,
             held: Arc::default(),
@@ -198,13 +208,19 @@ impl Mapped {
     }
 
     /// Returns the maximum number of slots of a new handle, while `live` bytes of the held memory
-    /// are in use: a fixed part of what could still be provided, or if that is more, of a `typical`
-    /// block. So the memory that one live block pins is small compared to the rest or to the block.
+    /// are in use: a fixed part of a `typical` block, or if that is more and the setting allows it,
+    /// of what could still be provided. So the memory that one live block pins is small compared to
+    /// the block or to the rest.
     fn largest_handle(&self, live: u64, typical: u64) -> u64 {
         let left = self.budget.remaining() + self.held.now().saturating_sub(live);
         let policy = policy();
-        let bytes = (left / policy.headroom_parts).max(typical / policy.block_parts);
-        1 << (bytes / self.slot).clamp(1, self.max_handle_slots).ilog2()
+        let by_block = typical / policy.block_parts;
+        let bytes = match self.handle_sizes {
+            HandleSizes::Fixed => 0,
+            HandleSizes::ByBlock => by_block,
+            HandleSizes::ByBlockAndRest => by_block.max(left / policy.headroom_parts),
+        };
+        1 << (bytes.min(policy.largest_handle) / self.slot).max(1).ilog2()
     }
 
     fn grid(&self) -> Grid {

@@ -33,8 +33,10 @@ pub(crate) struct PlaceOptions {
     /// Whether handles may be taken from under free memory elsewhere.
     pub(crate) move_handles: bool,
     /// Whether all such handles are taken before new memory. Otherwise they are taken only where
-    /// new memory is refused.
+    /// new memory is refused, or would exceed [`PlaceOutcome::max_growth`].
     pub(crate) moves_first: bool,
+    /// Whether new memory is limited to [`PlaceOutcome::max_growth`].
+    pub(crate) bounded: bool,
 }
 
 /// The result of an attempt to place a block.
@@ -44,6 +46,8 @@ pub(crate) struct PlaceOutcome<'a> {
     pub(crate) reserved: Option<&'a Mutex<Reservation>>,
     /// If the attempt may grow but not take over, it grows by the whole block.
     pub(crate) whole: bool,
+    /// The most bytes that may be taken from the driver, if they are limited.
+    pub(crate) max_growth: Option<u64>,
     /// Bytes taken from the driver.
     pub(crate) grown: u64,
     /// Bytes taken over from other caches.

@@ -85,7 +85,7 @@ impl PoolCore {
         caches: &[&'static StreamCache],
         scope: FenceScope,
     ) -> Result<u64> {
-        let mut held = List::with_capacity_in(caches.len(), bump);
+        let (mut held, mut allocated) = (List::with_capacity_in(caches.len(), bump), 0);
         // All fences come before the first poll, since a device needs a moment to complete the
         // event of an idle stream.
         let mut fenced = List::new_in(bump);
@@ -99,6 +99,7 @@ impl PoolCore {
         for &cache in caches {
             let (timeline, last_free, users) = cache.with(|s| {
                 held.extend(s.stream_footprint());
+                allocated += s.allocations();
                 let users = list(bump, s.pending.iter().flat_map(|p| p.uses.stamped()));
                 let last = match scope {
                     FenceScope::Free => s.last_free,
@@ -121,6 +122,7 @@ impl PoolCore {
             timeline.poll()?;
         }
         let shared = self.physical.uncached_bytes();
+        self.sharing_policy.count_moves(allocated, self.counters.moves.load(Ordering::Relaxed));
         // Bytes of the warm reserve do not count as idle.
         self.sharing_policy.update(
             &self.budget,

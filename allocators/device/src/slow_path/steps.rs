@@ -9,12 +9,12 @@
 //!
 //! Two settings and the stream itself restrict the lists:
 //!
-//! - With [`Adoption::Never`], "all caches" is the stream's own cache, and only [`GROW_FIRST`],
-//!   [`REUSE_FIRST`] and [`COMPACT_FIRST`] are chosen.
+//! - With [`Adoption::Never`], "all caches" is the stream's own cache, and [`SHARED_FIRST`] and
+//!   [`SHARED_ONLY`] are never chosen.
 //! - Without [`Adoption::Wait`], and for a stream that is isolated or captures, [`Step::Wait`] and
 //!   all searches in memory that is still in use are skipped.
-//! - With [`PoolConfig::compact`], [`COMPACT_FIRST`] replaces all lists but [`SHARED_ONLY`]. A step
-//!   that may grow and move then moves idle handles before it creates new ones.
+//! - With [`PoolConfig::compact`], [`WITHIN_BOUND`] is chosen where new memory would exceed the
+//!   bound of what is held.
 //!
 //! [grows as a whole]: crate::sharing_policy::SharingPolicy::grows_whole_blocks
 //! [`Adoption::Never`]: crate::Adoption::Never
@@ -40,7 +40,7 @@ const fn options(
     grow: bool,
     move_handles: bool,
 ) -> PlaceOptions {
-    PlaceOptions { readiness, granularity, grow, move_handles, moves_first: false }
+    PlaceOptions { readiness, granularity, grow, move_handles, moves_first: false, bounded: false }
 }
 
 /// Whole slots in any cache that are free, and whose work is done.
@@ -67,6 +67,15 @@ const GROW_AND_MOVE: PlaceOptions = options(Readiness::Completed, Granularity::U
 
 /// Handles, and new memory for the rest.
 const MOVE_AND_GROW: PlaceOptions = PlaceOptions { moves_first: true, ..GROW_AND_MOVE };
+
+/// As [`MOVE_AND_GROW`], also from under memory that is still in use.
+const MOVE_IN_USE_AND_GROW: PlaceOptions = PlaceOptions { moves_first: true, ..ALL };
+
+/// As [`GROW_AND_MOVE`], and handles also where new memory would exceed the bound.
+const GROW_IN_BOUND: PlaceOptions = PlaceOptions { bounded: true, ..GROW_AND_MOVE };
+
+/// As [`GROW_IN_BOUND`], also from under memory that is still in use.
+const ALL_IN_BOUND: PlaceOptions = PlaceOptions { bounded: true, ..ALL };
 
 /// All of the above.
 const ALL: PlaceOptions = options(Readiness::MayWait, Granularity::Units, true, true);
@@ -120,7 +129,7 @@ pub(super) const REUSE_FIRST: &[Step] = &[
     Step::FromAll(ALL),
 ];
 
-/// Where most memory is idle, where memory is bounded, or on request: handles move as well.
+/// Where most memory is idle, or held memory is bounded: handles move as well.
 ///
 /// The order: free pieces of all caches; pending frees that their streams wait for on the device;
 /// free pieces that are still in use; handles from under free memory; handles from under memory
@@ -132,6 +141,23 @@ pub(super) const COMPACT_FIRST: &[Step] = &[
     Step::FromAll(ADOPT_IN_USE),
     Step::FromAll(MOVE),
     Step::FromAll(MOVE_IN_USE),
+    Step::FromAll(MOVE_AND_GROW),
+    Step::FromAll(ALL),
+];
+
+/// Where new memory would exceed the bound of what is held: handles move for as much of it.
+///
+/// The order: free pieces of all caches; pending frees that their streams wait for on the device;
+/// free pieces that are still in use; new memory up to the bound, and handles from under free
+/// memory for the rest; the same, with handles from under memory that is still in use. If these are
+/// not enough, memory grows beyond the bound: all such handles, and new memory for the rest.
+pub(super) const WITHIN_BOUND: &[Step] = &[
+    Step::FromAll(ADOPT_UNITS),
+    Step::Wait,
+    Step::FromAll(ADOPT_IN_USE),
+    Step::FromAll(GROW_IN_BOUND),
+    Step::FromAll(ALL_IN_BOUND),
+    Step::FromAll(MOVE_IN_USE_AND_GROW),
     Step::FromAll(MOVE_AND_GROW),
     Step::FromAll(ALL),
 ];

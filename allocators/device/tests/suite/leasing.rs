@@ -569,3 +569,36 @@ fn similar_rounds_reach_a_steady_state_without_growth() {
         rig.assert_silent();
     }
 }
+
+/// Runs rounds of blocks of whole slots, and returns the peak of held memory and of live bytes.
+fn rounds_of_whole_slots(compact: bool, streams: usize, seed: u64) -> (u64, u64) {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 100_000, |config| config.compact = compact);
+    let streams: Vec<_> = (0..streams).map(|_| rig.stream()).collect();
+    for round in 0..4 {
+        let (mut next, mut live) = (Sequence(seed), Vec::new());
+        for at in 0..600 {
+            let bytes = 2 * MIB * (1 + next.below(16 << round));
+            live.push(rig.pool.alloc(&streams[at % streams.len()], Request::bytes(bytes)).unwrap());
+            if live.len() > 40 {
+                live.swap_remove(next.below(40) as usize);
+            }
+        }
+    }
+    rig.assert_silent();
+    let stats = rig.pool.stats();
+    (stats.peak_physical, stats.peak_live)
+}
+
+#[test]
+fn a_pool_that_compacts_holds_no_more_than_its_bound() {
+    for (streams, bound) in [(1, 17), (4, 19)] {
+        let mut without = 0;
+        for seed in 0..4 {
+            let (held, live) = rounds_of_whole_slots(true, streams, seed);
+            assert!(held * 16 <= live * bound, "{streams} streams: {held} of {live}");
+            let (held, live) = rounds_of_whole_slots(false, streams, seed);
+            without += u32::from(held * 16 > live * bound);
+        }
+        assert!(without > 0, "{streams} streams: the bound is never reached");
+    }
+}

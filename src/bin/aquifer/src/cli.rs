@@ -130,6 +130,9 @@ pub(crate) struct Replay {
     /// Change N of 100 allocations: one more, one less, another size, or later
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) change: Option<u32>,
+    /// Bound what the pool holds by little more than its peak (PoolConfig::compact)
+    #[arg(long)]
+    pub(crate) compact: bool,
     /// Number of timed rounds with the same allocator; the first one fills it
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: u32,

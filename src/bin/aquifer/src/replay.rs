@@ -102,8 +102,8 @@ pub(crate) enum ReplayError {
         /// The error in it.
         error: PlanFileError,
     },
-    /// Only the pool follows a plan.
-    PlanNeedsPool,
+    /// A flag for the pool and another allocator. Contains the flag.
+    NeedsPool(&'static str),
     /// The allocator or its streams could not be created.
     Setup(MemoryError),
     /// The snapshot file cannot be written.
@@ -124,7 +124,7 @@ impl fmt::Display for ReplayError {
                 )
             }
             Self::Plan { path, error } => write!(f, "{}: {error}", path.display()),
-            Self::PlanNeedsPool => f.write_str("only the pool follows a plan: --allocator pool"),
+            Self::NeedsPool(flag) => write!(f, "{flag} is for the pool only: --allocator pool"),
             Self::Setup(e) => write!(f, "the replay cannot begin: {e}"),
             Self::Snapshot(path, e) => write!(f, "{} cannot be written: {e}", path.display()),
         }
@@ -139,7 +139,7 @@ impl std::error::Error for ReplayError {
             Self::Setup(e) => Some(e),
             Self::Snapshot(_, e) => Some(e),
             Self::Plan { error, .. } => Some(error),
-            Self::Budget { .. } | Self::PlanNeedsPool => None,
+            Self::Budget { .. } | Self::NeedsPool(_) => None,
         }
     }
 }
@@ -163,8 +163,11 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
         None => trace,
     };
     let plan = args.plan.as_deref().map(read_plan).transpose()?;
-    if plan.is_some() && args.allocator != Allocator::Pool {
-        return Err(ReplayError::PlanNeedsPool);
+    let of_pool = [("--plan", plan.is_some()), ("--compact", args.compact)];
+    if let Some((flag, _)) = of_pool.iter().find(|(_, given)| *given)
+        && args.allocator != Allocator::Pool
+    {
+        return Err(ReplayError::NeedsPool(flag));
     }
     let place = Place::choose(args.device).map_err(ReplayError::Place)?;
     let budget = args.budget.map(|amount| amount.bytes(trace.peak_live));
@@ -172,8 +175,8 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
         return Err(ReplayError::Budget { asked, memory: place.memory(), title: place.title() });
     }
     let order = if args.ignore_order { Order::Ignored } else { Order::Told };
-    let (plan, allocator) = (plan.as_ref(), args.allocator);
-    let bench = ReplayBench { trace: &trace, place: &place, allocator, order, plan };
+    let (plan, allocator, compact) = (plan.as_ref(), args.allocator, args.compact);
+    let bench = ReplayBench { trace: &trace, place: &place, allocator, order, plan, compact };
     progress.phase("checking:");
     let checked = bench.check(budget, &mut progress).map_err(ReplayError::Setup)?;
     progress.phase("timing:");

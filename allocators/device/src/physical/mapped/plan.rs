@@ -186,12 +186,13 @@ impl Mapped {
         let as_unmapped = |handle| UnmappedHandle { handle, new: false, busy: false };
         plan.unmapped.extend(self.slots().spare.drain(..).map(as_unmapped));
         let funds = Funds { budget: &self.budget, reserved: outcome.reserved };
-        let mut room = if options.grow { funds.remaining() } else { 0 };
+        let growth = outcome.max_growth.unwrap_or(u64::MAX);
+        let mut room = if options.grow { funds.remaining().min(growth) } else { 0 };
         let mut grows = options.grow;
         if options.moves_first && options.move_handles {
             // Takes as much as there is. Only what is still missing then is new.
             let short = need.saturating_sub(plan.bytes());
-            self.reclaim_mappings(donors, claim, short, Readiness::Completed, plan, outcome)?;
+            self.reclaim_mappings(donors, claim, short, options.readiness, plan, outcome)?;
         }
         loop {
             let short = need.saturating_sub(plan.bytes() + room);

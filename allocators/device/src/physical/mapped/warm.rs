@@ -19,6 +19,7 @@ const NEW: PlaceOptions = PlaceOptions {
     grow: true,
     move_handles: false,
     moves_first: false,
+    bounded: false,
 };
 
 impl Mapped {

@@ -37,6 +37,8 @@ pub(crate) struct ReplayBench<'a> {
     pub(crate) order: Order,
     /// The plan that the pool follows.
     pub(crate) plan: Option<&'a Arc<Plan>>,
+    /// Whether the pool bounds what it holds.
+    pub(crate) compact: bool,
 }
 
 /// The result of a checked pass.
@@ -254,6 +256,7 @@ impl ReplayBench<'_> {
                 config.budget = budget;
                 config.streams = config.streams.max(count);
                 config.recorder = recorder;
+                config.compact = self.compact;
                 if let Some(plan) = self.plan {
                     config = config.with_plan(plan.clone());
                 }
