@@ -130,7 +130,7 @@ pub(crate) struct Replay {
     /// Change N of 100 allocations: one more, one less, another size, or later
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) change: Option<u32>,
-    /// Bound what the pool holds by little more than its peak (PoolConfig::compact)
+    /// Let the pool hold little more than the peak in use, by moving memory
     #[arg(long)]
     pub(crate) compact: bool,
     /// Number of timed rounds with the same allocator; the first one fills it
