@@ -256,16 +256,17 @@ impl SharingPolicy {
             .fetch_max(self.live.load(Ordering::Relaxed).saturating_add(bytes), Ordering::Relaxed);
     }
 
-    /// Takes the numbers of blocks that the pool has allocated and of handles that it has moved
-    /// since it was opened.
+    /// Takes the numbers of blocks that the streams of the pool have allocated and of handles that
+    /// the pool has moved since it was opened. If there are fewer blocks than before, because a
+    /// stream has ended, counting starts anew.
     pub(crate) fn count_moves(&self, blocks: u64, moves: u64) {
         // Relaxed: two threads that count at the same time count some moves twice or not at all.
-        let since = blocks.saturating_sub(self.counted_blocks.load(Ordering::Relaxed));
-        if !self.compacts || since < policy().move_window {
+        let since = blocks.checked_sub(self.counted_blocks.load(Ordering::Relaxed));
+        if !self.compacts || since.is_some_and(|since| since < policy().move_window) {
             return;
         }
         let moved = moves.saturating_sub(self.counted_moves.load(Ordering::Relaxed));
-        if moved.saturating_mul(policy().often_moved) > since {
+        if since.is_some_and(|since| moved.saturating_mul(policy().often_moved) > since) {
             self.moves_often.store(true, Ordering::Relaxed);
         }
         self.counted_blocks.store(blocks, Ordering::Relaxed);
@@ -510,6 +511,11 @@ mod tests {
         policy.count_moves(3 * window, 2 * window / often + 1);
         assert!(step(125), "sharing is what ended the moves");
         assert!(!step(124) && !step(125));
+        // A stream has ended, and its blocks are no longer counted.
+        policy.count_moves(0, 10 * window);
+        assert!(!step(125));
+        policy.count_moves(window, 10 * window + window / often + 1);
+        assert!(step(125));
     }
 
     #[test]

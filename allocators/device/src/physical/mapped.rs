@@ -42,11 +42,11 @@
 //! charged.
 //!
 //! **Handle sizes.** The cost of a mapping depends on the number of handles and hardly on their
-//! size. So a block of 512 MiB gets a few large handles if a handle is far smaller than the memory
-//! that is left, or if the live blocks are as large on average. Other handles are small near
-//! the limit: see [`Mapped::largest_handle`]. A large handle that is free but does not fit where
-//! memory is missing is released to the driver, its charge is kept, and new handles of the right
-//! size are created with that charge.
+//! size. But a live block keeps the whole handle that it lies on in place. So a block of 512 MiB
+//! gets a few large handles if a handle is far smaller than the memory that is left, or if the live
+//! blocks are as large on average, and small ones otherwise: see [`Mapped::largest_handle`]. A
+//! large handle that is free but does not fit where memory is missing is released to the driver,
+//! its charge is kept, and new handles of the right size are created with that charge.
 //!
 //! A mutex protects the table. It is never held during a driver call. While calls are made, the
 //! memory they concern is in no cache, so no other thread can reach it.
