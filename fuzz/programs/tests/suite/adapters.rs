@@ -6,7 +6,7 @@ use aquifer_programs::{adapters, program};
 
 #[test]
 fn seeded_programs_keep_every_promise() {
-    for seed in 0..500 {
+    for seed in 0..250 {
         adapters::run(&program::seeded(seed, 40 + (seed as usize % 32) * 24));
     }
 }

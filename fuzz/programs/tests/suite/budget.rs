@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 
 #[test]
 fn no_seeded_program_breaks_a_promise_of_budgets() {
-    for seed in 0..250 {
+    for seed in 0..150 {
         budget::run(&seeded(seed, 1200));
     }
 }

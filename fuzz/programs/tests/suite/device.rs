@@ -5,21 +5,21 @@ use std::{fs, path::Path};
 
 #[test]
 fn no_seeded_program_breaks_a_promise_of_the_device_pool() {
-    for seed in 0..1_000 {
+    for seed in 0..400 {
         device::run(&seeded(seed, 600));
     }
 }
 
 #[test]
 fn a_pool_that_is_told_what_to_keep_keeps_its_promises_in_seeded_programs() {
-    for seed in 0..500 {
+    for seed in 0..200 {
         device::run_retaining(&seeded(seed, 600));
     }
 }
 
 #[test]
 fn a_pool_that_checks_its_blocks_keeps_its_promises_and_finds_nothing_in_seeded_programs() {
-    for seed in 0..100 {
+    for seed in 0..60 {
         device::run_checked(&seeded(seed, 600));
     }
 }

@@ -6,7 +6,7 @@ use aquifer_programs::{heap, program};
 
 #[test]
 fn seeded_programs_keep_every_promise() {
-    for seed in 0..500 {
+    for seed in 0..250 {
         // Short programs as well as those that reach the limit.
         heap::run(&program::seeded(seed, 16 + (seed as usize % 64) * 24));
     }

@@ -1,4 +1,5 @@
-//! The fuzz programs without a fuzzer, from seeds and from the committed corpora.
+//! The fuzz programs without a fuzzer, from the committed corpora and from a few seeds: the fuzzer
+//! tries many more.
 //!
 //! The programs can share one process: each holds what it needs of the process's state.
 

@@ -6,7 +6,7 @@ use aquifer_programs::{program, stager};
 
 #[test]
 fn seeded_programs_keep_every_promise() {
-    for seed in 0..300 {
+    for seed in 0..150 {
         stager::run(&program::seeded(seed, 40 + (seed as usize % 16) * 24));
     }
 }
