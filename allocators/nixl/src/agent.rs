@@ -156,11 +156,13 @@ impl NixlAgent {
         })
     }
 
-    /// Returns the messages of transfers of peers that have ended since the last call.
+    /// Returns the messages of transfers of peers that have ended since the last call. Frees the
+    /// memory of transfers that were given up and are over.
     ///
     /// # Errors
     /// [`NixlError::Call`].
     pub fn messages(&self) -> Result<Vec<NixlMessage>, NixlError> {
+        self.0.end_finished();
         let map = Owned::messages(self.api())?;
         // SAFETY: 1. agent and map are live.
         check("get_notifs", unsafe {
@@ -244,6 +246,13 @@ impl AgentInner {
         let all = std::mem::take(&mut self.state().unfinished);
         // Each that is not over returns to the list.
         all.into_iter().for_each(|transfer| self.end(transfer));
+    }
+}
+
+impl Drop for NixlAgent {
+    fn drop(&mut self) {
+        // A transfer that was given up keeps the agent, so this may be the last call that ends it.
+        self.0.end_finished();
     }
 }
 

@@ -46,12 +46,13 @@
 //! | `pool` | pinned memory under one registration, divided into blocks |
 //! | `transfer` | transfers |
 //! | `error` | what is refused |
+//! | `simulated` | a NIXL within one thread, for tests and fuzz programs |
 //!
 //! # Invariants
 //! - **Memory is registered for a part of its life.** A registration ends before it lets go of its
 //!   memory. If NIXL refuses to end it, the agent keeps the memory.
 //! - **A transfer keeps its memory.** Where it is dropped before its end and NIXL cannot abort it,
-//!   the agent keeps it until it is over.
+//!   the agent keeps it until it is over, and ends it in its next call.
 //! - **An agent outlives all that it has made.**
 //! - **Registered bytes are no Rust references.** A peer may write to them at any time, so they are
 //!   reached through raw pointers and copies.
@@ -60,14 +61,15 @@
 
 mod agent;
 mod error;
-#[cfg(test)]
-mod fake;
 mod library;
 mod lists;
 mod memory;
 mod pinned;
 mod pool;
 mod registration;
+#[cfg(any(test, feature = "simulated"))]
+#[doc(hidden)]
+pub mod simulated;
 #[cfg(test)]
 mod tests;
 mod transfer;

@@ -65,7 +65,7 @@ macro_rules! functions {
             }
 
             /// Returns functions that come from no library.
-            #[cfg(test)]
+            #[cfg(any(test, feature = "simulated"))]
             #[expect(clippy::too_many_arguments, reason = "as many as there are functions")]
             pub(crate) fn of($($name: unsafe extern "C" fn($($argument),*) -> c_int),+) -> Self {
                 Self { $($name,)+ _library: None }

@@ -1,7 +1,7 @@
 use crate::{
     Direction, FixedMemory, FixedRange, MemoryPlace, Nixl, NixlAgent, NixlError, RegisteredPool,
     RemoteRange,
-    fake::{nixl, world},
+    simulated::{nixl, world},
 };
 use aquifer_core::{Budget, random::SplitMix64};
 use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -177,6 +177,36 @@ fn a_transfer_that_cannot_be_aborted_keeps_its_memory_until_it_is_over() -> Test
     drop((ours, theirs, there, peer, client, server));
     assert_eq!(world(|world| world.live), 0);
     assert_eq!(pinned.stats().memory.live, 0);
+    Ok(())
+}
+
+#[test]
+fn a_transfer_that_is_over_is_freed_by_a_poll_for_messages_and_by_the_drop_of_its_agent() -> Tested
+{
+    let pinned = pinned()?;
+    for polls in [true, false] {
+        let (client, server) = (agent("client")?, agent("server")?);
+        let (ours, theirs) = (
+            RegisteredPool::new(&client, &pinned, MIB)?,
+            RegisteredPool::new(&server, &pinned, MIB)?,
+        );
+        let (block, there) = (ours.allocate(MIB)?, theirs.allocate(MIB)?);
+        let peer = client.add_peer(&server.metadata()?)?;
+        world(|world| world.is_slow = true);
+        let (parts, range) = ([block.part().clone()], [there.part().location()]);
+        drop(client.transfer(Direction::Read, &peer, &parts, &range, None)?);
+        drop((parts, block));
+        assert_eq!(client.messages()?.len(), 0);
+        assert_eq!(ours.free_bytes(), 0, "the transfer may still write to the block");
+        world(|world| world.is_slow = false);
+        if polls {
+            assert_eq!(client.messages()?.len(), 0);
+            assert_eq!(ours.free_bytes(), MIB);
+        }
+        drop((ours, theirs, there, peer, client, server));
+        assert_eq!(world(|world| world.live), 0);
+        assert_eq!(pinned.stats().memory.live, 0);
+    }
     Ok(())
 }
 

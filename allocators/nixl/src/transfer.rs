@@ -31,7 +31,9 @@ pub enum Direction {
 /// A transfer that has begun. It keeps its memory registered and in place.
 ///
 /// Dropped before its end, it is aborted. Where NIXL cannot abort it, the agent keeps it and its
-/// memory until it is over.
+/// memory until it is over, and frees them with the next transfer, call of
+/// [`messages`](NixlAgent::messages) or dropped [`NixlAgent`] after that. If there is none, they stay
+/// until the process ends.
 pub struct NixlTransfer {
     agent: Arc<AgentInner>,
     /// `None` once it is given up.

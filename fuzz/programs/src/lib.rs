@@ -23,6 +23,7 @@ pub mod placement;
 pub mod plan;
 pub mod pressure;
 pub mod program;
+pub mod registered;
 mod rig;
 pub mod share;
 pub mod stable;

@@ -2,7 +2,7 @@
 
 use crate::{
     adapters, agree, arena, budget, device, global, graphs, heap, ledger, mixed, park, pinned,
-    placement, plan, pressure, share, stable, stager,
+    placement, plan, pressure, registered, share, stable, stager,
 };
 
 /// A fuzz program and its name.
@@ -15,7 +15,7 @@ pub struct Target {
 }
 
 /// All programs, in order of their names.
-pub const TARGETS: [Target; 20] = [
+pub const TARGETS: [Target; 21] = [
     Target { name: "adapters", run: adapters::run },
     Target { name: "agree", run: agree::run },
     Target { name: "arena", run: arena::run },
@@ -32,6 +32,7 @@ pub const TARGETS: [Target; 20] = [
     Target { name: "placement", run: placement::run },
     Target { name: "plan", run: plan::run },
     Target { name: "pressure", run: pressure::run },
+    Target { name: "registered", run: registered::run },
     Target { name: "retaining", run: device::run_retaining },
     Target { name: "share", run: share::run },
     Target { name: "stable", run: stable::run },

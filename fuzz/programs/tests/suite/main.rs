@@ -19,6 +19,7 @@ mod pinned;
 mod placement;
 mod plan;
 mod pressure;
+mod registered;
 mod regressions;
 mod share;
 mod stable;

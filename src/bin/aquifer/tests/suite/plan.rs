@@ -219,7 +219,7 @@ fn a_replay_under_its_plan_hits_always_and_fits_into_the_plan_and_a_changed_one_
 }
 
 #[test]
-fn a_plan_that_cannot_be_followed_is_an_error_of_one_line() {
+fn a_plan_that_cannot_be_followed_and_a_flag_of_pools_are_errors_of_one_line() {
     let folder = Folder::new();
     let (trace, none) = (folder.path("small.csv"), folder.path("none.plan"));
     fs::write(&trace, SMALL).expect("a trace");
@@ -227,7 +227,13 @@ fn a_plan_that_cannot_be_followed_is_an_error_of_one_line() {
     let missing = replay(&[&trace, "--plan", &none]);
     assert!(plan(&[&trace, "-o", &none]).status.success());
     let direct = replay(&[&trace, "--plan", &none, "--allocator", "direct"]);
-    for (output, expected) in [(wrong, &*trace), (missing, &*none), (direct, "only the pool")] {
+    let compact = replay(&[&trace, "--compact", "--allocator", "async"]);
+    for (output, expected) in [
+        (wrong, &*trace),
+        (missing, &*none),
+        (direct, "--plan is for the pool only"),
+        (compact, "--compact is for the pool only"),
+    ] {
         let said = text(&output.stderr);
         assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{said}");
         assert!(said.contains(expected) && said.lines().count() == 1, "{said}");

@@ -1,6 +1,6 @@
 //! The program as a person runs it: what it prints where, and how it exits.
 
-use crate::support::{File, aquifer, data, json, program, snapshot, text};
+use crate::support::{File, aquifer, data, json, number, program, snapshot, text};
 use serde_json::Value;
 use std::{
     env, fs,
@@ -296,6 +296,20 @@ fn resnet_train_completes_on_the_simulator() {
 #[test]
 fn serve_mixed_completes_on_the_simulator() {
     recorded("serve_mixed.csv.xz", "--device sim");
+}
+
+#[test]
+fn a_pool_that_compacts_holds_less_of_a_recorded_program() {
+    let held = |flags| {
+        let value = json(&replay(data("llama_train.csv.xz"), flags));
+        let of = |name: &str| number(&value[name]);
+        assert_eq!((of("leaked_bytes"), &value["completed"]), (0, &Value::Bool(true)), "{value}");
+        (of("peak_physical_bytes_of_all_rounds"), of("peak_live_bytes"))
+    };
+    let ((plain, live), (compact, _)) =
+        (held("--device sim --json"), held("--device sim --json --compact"));
+    assert!(plain * 10 > live * 11, "{plain} of {live}");
+    assert!(compact * 16 <= live * 17, "{compact} of {live}");
 }
 
 #[test]

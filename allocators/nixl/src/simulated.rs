@@ -1,6 +1,7 @@
-//! NIXL within one thread, for tests: its calls succeed, or fail as the test says, and each value
-//! that it makes is counted.
+//! A simulated NIXL within one thread, for tests: its calls succeed, or fail as the test says, and
+//! each value that it makes is counted.
 #![expect(unsafe_code, reason = "plays a library of C")]
+#![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "fails a test")]
 
 use crate::{
     Nixl,
@@ -11,37 +12,54 @@ use std::{
     cell::RefCell,
     collections::HashMap,
     ffi::{CStr, CString, c_char, c_int, c_void},
+    fmt,
     sync::Arc,
 };
 
 /// A range as NIXL knows it: kind, address, bytes, device.
-pub(crate) type Known = (c_int, usize, usize, u64);
+pub type Known = (c_int, usize, usize, u64);
 
 /// What this thread's NIXL has.
+///
+/// ```
+/// use aquifer_nixl::{NixlAgent, simulated};
+/// let agent = NixlAgent::new(&simulated::nixl(), "first")?;
+/// simulated::world(|world: &mut simulated::World| world.fails = Some("create_backend"));
+/// assert!(agent.add_backend("UCX", &[]).is_err());
+/// drop(agent);
+/// assert_eq!(simulated::world(|world| world.live), 0);
+/// # Ok::<(), aquifer_nixl::NixlError>(())
+/// ```
 #[derive(Default)]
-pub(crate) struct World {
+pub struct World {
     /// The registered ranges of each agent.
-    pub(crate) registered: HashMap<String, Vec<Known>>,
+    pub registered: HashMap<String, Vec<Known>>,
     /// Messages that an agent has not asked for: the sender, the receiver, the bytes.
     messages: Vec<(String, String, Vec<u8>)>,
     /// Values that were made and not freed.
-    pub(crate) live: i64,
+    pub live: i64,
     /// The calls so far.
-    pub(crate) calls: Vec<&'static str>,
+    pub calls: Vec<&'static str>,
     /// The call that fails.
-    pub(crate) fails: Option<&'static str>,
+    pub fails: Option<&'static str>,
     /// Whether transfers stay in progress.
-    pub(crate) is_slow: bool,
+    pub is_slow: bool,
     /// Whether a transfer in progress can be aborted.
-    pub(crate) aborts: bool,
+    pub aborts: bool,
+}
+
+impl fmt::Debug for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("World").field("live", &self.live).finish_non_exhaustive()
+    }
 }
 
 thread_local! {
     static WORLD: RefCell<World> = RefCell::default();
 }
 
-/// Changes or reads this thread's NIXL.
-pub(crate) fn world<T>(work: impl FnOnce(&mut World) -> T) -> T {
+/// Changes or reads this thread's NIXL, as the example of [`World`] does.
+pub fn world<T>(work: impl FnOnce(&mut World) -> T) -> T {
     WORLD.with_borrow_mut(work)
 }
 
@@ -432,7 +450,8 @@ unsafe extern "C" fn notif_map_get_notif(
 }
 
 /// Returns this thread's NIXL.
-pub(crate) fn nixl() -> Nixl {
+#[must_use]
+pub fn nixl() -> Nixl {
     Nixl(Arc::new(Api::of(
         create_configured_agent,
         destroy_agent,
