@@ -6,7 +6,7 @@ use std::{fs, path::Path};
 #[test]
 fn no_seeded_program_breaks_a_promise_of_parkable_memory() {
     let (mut parks, mut resumes) = (0, 0);
-    for seed in 0..100 {
+    for seed in 0..200 {
         let (parked, resumed) = park::run(&seeded(seed, 600));
         (parks, resumes) = (parks + parked, resumes + resumed);
     }
