@@ -73,7 +73,8 @@ policy_params! {
     /// A pool that compacts moves handles under such a block before several streams hold more than
     /// these sixteenths of the high-water mark: less held memory against moves.
     compact_bound: 19,
-    /// The same with a single stream, which has no other to wait for.
+    /// A pool that compacts and has a single stream moves handles before it holds more than these
+    /// sixteenths: less held memory against moves.
     compact_bound_alone: 17,
     /// In a pool that compacts, blocks above `own_cache_max` come from the shared free list while
     /// several streams hold these sixteenths of the high-water mark and handles move often: slow
@@ -99,8 +100,9 @@ policy_params! {
     /// A handle is at most this part of what the pool could still provide: the memory that one
     /// live block pins against the number of driver calls.
     headroom_parts: 4096,
-    /// But it may be this part of a new block, or of the mean live block if that is smaller: growth
-    /// near the limit against the memory that a small block pins where a large one was.
+    /// A handle may be this part of a new block, or of the mean live block if that is smaller,
+    /// however little is left: growth near the limit against the memory that a small block pins
+    /// where a large one was.
     block_parts: 32,
 }
 

@@ -163,11 +163,10 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
         None => trace,
     };
     let plan = args.plan.as_deref().map(read_plan).transpose()?;
-    let of_pool = [("--plan", plan.is_some()), ("--compact", args.compact)];
-    if let Some((flag, _)) = of_pool.iter().find(|(_, given)| *given)
-        && args.allocator != Allocator::Pool
-    {
-        return Err(ReplayError::NeedsPool(flag));
+    for (flag, is_given) in [("--plan", plan.is_some()), ("--compact", args.compact)] {
+        if is_given && args.allocator != Allocator::Pool {
+            return Err(ReplayError::NeedsPool(flag));
+        }
     }
     let place = Place::choose(args.device).map_err(ReplayError::Place)?;
     let budget = args.budget.map(|amount| amount.bytes(trace.peak_live));
