@@ -159,7 +159,6 @@ pub(super) const WITHIN_BOUND: &[Step] = &[
     Step::FromAll(ALL_IN_BOUND),
     Step::FromAll(MOVE_IN_USE_AND_GROW),
     Step::FromAll(MOVE_AND_GROW),
-    Step::FromAll(ALL),
 ];
 
 /// Where all free memory is shared, and has been searched already.
