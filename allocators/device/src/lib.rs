@@ -107,8 +107,8 @@
 //!   taken. While half of the budget is left, blocks below 16 MiB do so only from twice the peak
 //!   on.
 //! - The pool [compacts](PoolConfig::compact), and a block above 1 MiB would raise what is held above
-//!   19/16 of the peak in use, or 17/16 with one stream: freed memory, with a wait on the device if
-//!   necessary. Then new memory up to this bound, and handles move for the rest.
+//!   17/16 of the peak in use: freed memory, with a wait on the device if necessary. Then new
+//!   memory up to this bound, and handles move for the rest.
 //! - Less than half of the budget is left, and memory is not shared: as where more is idle, for
 //!   blocks of any size.
 //! - Less than half of the budget is left, and there are several streams: all free memory is

@@ -33,11 +33,12 @@
 //!   find a place missing now and then. If each such block took new memory, the pool would grow in
 //!   every round. So before a block above 1 MiB would raise what they hold above twelve eighths
 //!   of the high-water mark, all idle handles that can be moved are moved under it.
-//! - **A pool that compacts has a lower bound**: 19/16 of the high-water mark, or 17/16 with one
-//!   stream. A block above 1 MiB that would exceed it takes what is free anywhere, also with a wait
-//!   for other streams, and idle handles move under it for the rest. If a handle then moves for
-//!   more than one of 16 blocks, and 18/16 are held, blocks above the small sizes come from the
-//!   shared free list until less is held: a slow path costs less than a move.
+//! - **A pool that compacts has a lower bound**: 17/16 of the high-water mark, with any number of
+//!   streams. A block above 1 MiB that would exceed it takes what is free anywhere, also with a
+//!   wait for other streams, and idle handles move under it for the rest. If a handle then moves
+//!   for more than one of 16 blocks, blocks of several streams above the small sizes come from the
+//!   shared free list, since a slow path costs less than a move. That ends once less is held than
+//!   the high-water mark, after a trim.
 
 use crate::base::policy_params::{policy, sixteenths};
 use aquifer_core::Budget;
@@ -114,7 +115,7 @@ pub(crate) struct SharingPolicy {
     counted_blocks: AtomicU64,
     /// Handles moved until then.
     counted_moves: AtomicU64,
-    /// Handles have moved often since the streams held little more than the high-water mark.
+    /// Handles have moved often since the streams held less than the high-water mark.
     moves_often: AtomicBool,
 }
 
@@ -207,12 +208,8 @@ impl SharingPolicy {
     /// Returns the bytes of new memory that a block of `bytes` may take in a pool that compacts,
     /// before idle handles move under it.
     pub(crate) fn room_below_bound(&self, bytes: u64) -> u64 {
-        let parts = match self.several_streams.load(Ordering::Relaxed) {
-            true => policy().compact_bound,
-            false => policy().compact_bound_alone,
-        };
         let live = self.live.load(Ordering::Relaxed).saturating_add(bytes);
-        sixteenths(self.peak_live.load(Ordering::Relaxed).max(live), parts)
+        sixteenths(self.peak_live.load(Ordering::Relaxed).max(live), policy().compact_bound)
             .saturating_sub(self.held.load(Ordering::Relaxed))
     }
 
@@ -303,8 +300,7 @@ impl SharingPolicy {
         let holds = |parts| {
             self.sharing && streams.len() > 1 && live + free >= sixteenths(peak_live, parts)
         };
-        let moves_often =
-            holds(policy().compact_share_from) && self.moves_often.load(Ordering::Relaxed);
+        let moves_often = holds(16) && self.moves_often.load(Ordering::Relaxed);
         let shared_from = if all_shared || moves_often {
             policy().own_cache_max + 1
         } else if holds(policy().share_larger_from) {
@@ -483,39 +479,41 @@ mod tests {
             policy.growth_order(bytes) == GrowthOrder::WithinBound
         };
         let below = high - 2 * MIB;
-        assert!(!step(high, 0, 2 * MIB, 2));
-        assert!(!step(below, 300 * MIB, 2 * MIB, 2) && step(below, 301 * MIB, 2 * MIB, 2));
-        assert_eq!(policy.room_below_bound(2 * MIB), MIB);
-        assert!(!step(below, 301 * MIB, MIB, 2), "a small block");
-        assert!(!step(below, 100 * MIB, 2 * MIB, 1) && step(below, 101 * MIB, 2 * MIB, 1));
-        // A block that raises the peak raises the bound.
-        assert!(!step(high, 300 * MIB, 2 * MIB, 2) && step(high, 301 * MIB, 2 * MIB, 2));
+        for streams in [1, 2] {
+            assert!(!step(high, 0, 2 * MIB, streams));
+            assert!(!step(below, 100 * MIB, 2 * MIB, streams));
+            assert!(step(below, 101 * MIB, 2 * MIB, streams));
+            assert_eq!(policy.room_below_bound(2 * MIB), MIB);
+            assert!(!step(below, 101 * MIB, MIB, streams), "a small block");
+            // A block that raises the peak raises the bound.
+            assert!(!step(high, 100 * MIB, 2 * MIB, streams));
+            assert!(step(high, 101 * MIB, 2 * MIB, streams));
+        }
     }
 
     #[test]
     fn streams_whose_handles_move_often_share_until_less_is_held() {
         let (policy, budget) = (SharingPolicy::new(true, true), Budget::new("a test", 100_000));
-        let two = [CacheFootprint { live: 500, free: 0 }; 2];
-        let step = |free: u64| {
-            policy.update(&budget, &two, free);
+        let step = |each: u64, free: u64| {
+            policy.update(&budget, &[CacheFootprint { live: each, free: 0 }; 2], free);
             policy.prefers_shared(POLICY.own_cache_max + 1)
         };
         let (window, often) = (POLICY.move_window, POLICY.often_moved);
-        assert!(!step(125));
+        assert!(!step(500, 0));
         policy.count_moves(window, window / often);
-        assert!(!step(125), "not more than one for so many blocks");
+        assert!(!step(500, 0), "not more than one for so many blocks");
         policy.count_moves(2 * window - 1, window);
-        assert!(!step(125), "too few blocks to tell");
+        assert!(!step(500, 0), "too few blocks to tell");
         policy.count_moves(2 * window, 2 * window / often + 1);
-        assert!(step(125) && !policy.prefers_shared(POLICY.own_cache_max));
+        assert!(step(500, 0) && !policy.prefers_shared(POLICY.own_cache_max));
         policy.count_moves(3 * window, 2 * window / often + 1);
-        assert!(step(125), "sharing is what ended the moves");
-        assert!(!step(124) && !step(125));
+        assert!(step(450, 100), "sharing is what ended the moves");
+        assert!(!step(450, 99) && !step(450, 100));
         // A stream has ended, and its blocks are no longer counted.
         policy.count_moves(0, 10 * window);
-        assert!(!step(125));
+        assert!(!step(450, 100));
         policy.count_moves(window, 10 * window + window / often + 1);
-        assert!(step(125));
+        assert!(step(450, 100));
     }
 
     #[test]

@@ -70,18 +70,13 @@ policy_params! {
     /// Handles move under a block above `unbounded_max` before several streams hold more than these
     /// sixteenths of the high-water mark: less held memory against moves.
     bound: 24,
-    /// A pool that compacts moves handles under such a block before several streams hold more than
-    /// these sixteenths of the high-water mark: less held memory against moves.
-    compact_bound: 19,
-    /// A pool that compacts and has a single stream moves handles before it holds more than these
-    /// sixteenths: less held memory against moves.
-    compact_bound_alone: 17,
-    /// In a pool that compacts, blocks above `own_cache_max` come from the shared free list while
-    /// several streams hold these sixteenths of the high-water mark and handles move often: slow
-    /// paths against moves.
-    compact_share_from: 18,
-    /// Handles move often if more than one moves for so many blocks: a move costs as much as about
-    /// twice this number of slow paths.
+    /// A pool that compacts moves handles under such a block before it holds more than these
+    /// sixteenths of the high-water mark, with any number of streams: less held memory against
+    /// moves.
+    compact_bound: 17,
+    /// In a pool that compacts, the blocks of several streams above `own_cache_max` come from the
+    /// shared free list while handles move often: if more than one moves for so many blocks. Slow
+    /// paths against moves; a move costs as much as about twice this number of slow paths.
     often_moved: 16,
     /// Moves are counted over so many blocks: bursts of moves against a late reaction.
     move_window: 4096,
