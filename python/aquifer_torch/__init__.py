@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import AlreadyInitialised, AquiferError, Asleep, CompanionError, LibraryNotFound, LibraryVersion
 from .library import (
     DRIVER_MACHINE,
+    POOLS_COMPACT,
     SHARED_DEVICES,
     SHARED_PINNED,
     STREAMS_RETIRED,
@@ -88,6 +89,7 @@ def setup(
     shared_priority: int = 0,
     ledger_folder: str | os.PathLike[str] | None = None,
     plan: str | os.PathLike[str] | None = None,
+    compact: bool = False,
 ) -> Library:
     """Loads the library and makes the process's runtime with these settings, once. install() and mem_pool() call it.
 
@@ -106,6 +108,8 @@ def setup(
     shared_priority    the order among processes that wait for shared memory, higher ones first
     ledger_folder      the folder of the ledgers, else that of AQUIFER_LEDGER
     plan               a file of `aquifer plan` from an earlier run: blocks get their places in it; else that of AQUIFER_PLAN
+    compact            that each device holds at most 17/16 of the peak of its live bytes, where free memory can be moved for it:
+                       less memory without a limit, against slower first steps
 
     Makes a context on each device that CUDA_VISIBLE_DEVICES leaves, as PyTorch does on those that it uses; takes no memory.
     LibraryNotFound, LibraryVersion; AquiferError, where there is one already (AQ_ERROR_BUSY) or the driver refuses.
@@ -135,6 +139,8 @@ def setup(
         options.ledger_folder = os.fsencode(ledger_folder)
     if plan is not None:
         options.plan = os.fsencode(plan)
+    if compact:
+        options.pools |= POOLS_COMPACT
     library.aq_torch_setup(ctypes.byref(options))
     if isinstance(limit, float):
         for device in range(library.devices()):

@@ -1,6 +1,6 @@
 """Runs an unchanged program with its CUDA tensors and its pinned memory in aquifer's pools.
 
-    python -m aquifer_torch [--limit LIMIT] [--pinned-limit BYTES] [--no-pinned] SCRIPT [ARGUMENT ...]
+    python -m aquifer_torch [--limit LIMIT] [--compact] [--pinned-limit BYTES] [--no-pinned] SCRIPT [ARGUMENT ...]
     python -m aquifer_torch [...] -m MODULE [ARGUMENT ...]
 
 The program sees its own arguments, `__main__` and search path, as under plain `python`. The Python processes that it starts
@@ -29,6 +29,7 @@ def limit(text: str) -> int | float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m aquifer_torch", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limit", type=limit, help="of each device: bytes, or a part of its memory such as 0.9")
+    parser.add_argument("--compact", action="store_true", help="hold at most 17/16 of the peak of live bytes, where memory can move")
     parser.add_argument("--pinned-limit", type=int, metavar="BYTES", help="of all pinned memory")
     parser.add_argument("--no-pinned", action="store_true", help="leave pinned memory to PyTorch")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")
@@ -38,7 +39,12 @@ def main() -> None:
 
     # Whether there is one: better now than at the first use of CUDA.
     Library()
-    settings = {"limit": asked.limit, "pinned_limit": asked.pinned_limit, "pinned": not asked.no_pinned}
+    settings = {
+        "limit": asked.limit,
+        "compact": asked.compact,
+        "pinned_limit": asked.pinned_limit,
+        "pinned": not asked.no_pinned,
+    }
     launch.with_children(settings)
     launch.at_first_use(settings)
     sys.argv = [asked.program, *asked.arguments]

@@ -24,7 +24,7 @@ def with_children(settings: dict[str, Any]) -> None:
     They find `startup/sitecustomize.py` first on PYTHONPATH, which runs another `sitecustomize` after itself. Not so in a process
     that is started with another environment, or with -I, -E or -S.
 
-    `limit` and `pinned_limit`, as of install() and install_pinned(), and `pinned`, whether pinned memory is served.
+    `limit`, `compact` and `pinned_limit`, as of install() and install_pinned(), and `pinned`, whether pinned memory is served.
     """
     os.environ[VARIABLE] = json.dumps(settings)
     path = os.environ.get("PYTHONPATH")
@@ -48,9 +48,9 @@ def at_first_use(settings: dict[str, Any]) -> None:
         import aquifer_torch
 
         if not aquifer_torch._installed:
-            # After the program's own setup() the limit is the program's.
-            limit = settings.get("limit") if aquifer_torch._library is None else None
-            aquifer_torch.install(**({} if limit is None else {"limit": limit}))
+            # After the program's own setup() they are the program's.
+            names = ("limit", "compact") if aquifer_torch._library is None else ()
+            aquifer_torch.install(**{name: settings[name] for name in names if settings.get(name)})
         if settings.get("pinned", True) and not aquifer_torch._pins():
             aquifer_torch.install_pinned(pinned_limit=settings.get("pinned_limit"))
         # Only now: after a failure the next use must not get another allocator.

@@ -46,8 +46,9 @@ class LauncherTests:
         return [json.loads(line) for line in ran.stdout.splitlines()]
 
     def test_installs_at_the_first_use_of_cuda_and_once(self):
-        said = self.ran(USE, "--limit", "0.5", "--pinned-limit", "4096")
-        self.assertEqual(said, [[["install", {"limit": 0.5}], ["install_pinned", {"pinned_limit": 4096}], *USED]])
+        said = self.ran(USE, "--limit", "0.5", "--compact", "--pinned-limit", "4096")
+        settings = {"limit": 0.5, "compact": True}
+        self.assertEqual(said, [[["install", settings], ["install_pinned", {"pinned_limit": 4096}], *USED]])
         self.assertEqual(self.ran(USE, "--no-pinned"), [[["install", {}], *USED]])
 
     def test_installs_in_no_process_that_does_not_use_cuda(self):
@@ -71,7 +72,7 @@ class LauncherTests:
 
     def test_leaves_a_program_that_installs_it_by_itself_its_own_settings(self):
         program = RECORDING + "aquifer_torch.install(limit=7)\ntorch.use_cuda()\nimport json; print(json.dumps(torch.said))\n"
-        self.assertEqual(self.ran(program, "--limit", "9", "--no-pinned"), [[["install", {"limit": 7}], "initialised"]])
+        self.assertEqual(self.ran(program, "--limit", "9", "--compact", "--no-pinned"), [[["install", {"limit": 7}], "initialised"]])
 
     def test_leaves_a_program_that_makes_the_runtime_by_itself_its_own_limit(self):
         program = RECORDING + (

@@ -283,6 +283,30 @@ class TheProcess(OneProcess, unittest.TestCase):
         finally:
             aquifer_torch.set_limit(200 * MIB, 0)
 
+    def test_compact_bounds_what_is_held(self):
+        source = """
+import ctypes, sys, aquifer_torch
+from aquifer_torch import library as binding
+library, MIB = aquifer_torch.setup(driver=binding.DRIVER_SIM, compact=sys.argv[1] == "compact"), 1 << 20
+def malloc(size):
+    memory = ctypes.c_void_p()
+    library.aq_torch_malloc(size, 0, None, ctypes.byref(memory))
+    return memory.value
+first, rest = malloc(64 * MIB), malloc(2 * MIB)
+library.aq_torch_free(first, 64 * MIB, 0, None)
+larger = malloc(66 * MIB)
+print(library.stats(0)["physical"] // MIB)
+"""
+        held = {}
+        for name in ("compact", "not"):
+            command = [sys.executable, "-c", source, name]
+            environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
+            said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+            held[name] = int(said)
+        # 17/16 of 68 MiB.
+        self.assertLessEqual(held["compact"], 72)
+        self.assertGreater(held["not"], 72)
+
     def test_what_was_recorded_on_a_stream_is_not_given_out_before_it_is_done(self):
         runtime, home, other = LIBRARY.runtime(), self.stream(), self.stream()
         for _ in range(50):

@@ -164,6 +164,11 @@ enum {
     AQ_SHARED_PINNED = 2,  /* so is pinned memory */
     AQ_SHARED_RESERVED = 4 /* guarantees are kept free while they are not used, and not lent */
 };
+enum {
+    AQ_POOLS_COMPACT = 1 /* the pool of each device holds 17/16 of the peak of its live bytes, by
+                            handles that move under new blocks: less memory without a limit,
+                            against up to 65 ms for the first use of a GiB and 40 us a move */
+};
 
 /* Zero selects the default of each field. */
 typedef struct aq_runtime_options {
@@ -196,6 +201,7 @@ typedef struct aq_runtime_options {
     const char *ledger_folder;  /* the folder of the ledgers; null: that of AQUIFER_LEDGER */
     const char *plan;           /* a file of `aquifer plan`, which every device's pool maps when it
                                    is opened; null: that of AQUIFER_PLAN, if it is set */
+    uint64_t pools;             /* AQ_POOLS_..., combined by | */
 } aq_runtime_options;
 
 /* Creates a runtime: opens the driver, creates a context on each device (which takes the driver's

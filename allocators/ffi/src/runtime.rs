@@ -17,6 +17,7 @@ use aquifer::{
 };
 use std::{
     ffi::{CStr, OsStr, c_char},
+    fmt::Display,
     os::unix::ffi::OsStrExt,
     path::PathBuf,
     ptr,
@@ -42,6 +43,9 @@ pub const AQ_SHARED_DEVICES: u32 = 1;
 pub const AQ_SHARED_PINNED: u32 = 2;
 /// Keeps the guarantees free instead of lending them.
 pub const AQ_SHARED_RESERVED: u32 = 4;
+
+/// Bounds what each device's pool holds by 17/16 of the peak of its live bytes.
+pub const AQ_POOLS_COMPACT: u64 = 1;
 
 /// Maximum number of events that a runtime keeps: 1 GiB of them.
 const MAX_HISTORY: u64 = 1 << 24;
@@ -86,6 +90,8 @@ pub struct aq_runtime_options {
     pub ledger_folder: *const c_char,
     /// A plan file for every device's pool; null for that of `AQUIFER_PLAN`.
     pub plan: *const c_char,
+    /// Any of `AQ_POOLS_…`.
+    pub pools: u64,
 }
 
 impl Default for aq_runtime_options {
@@ -109,11 +115,12 @@ impl Default for aq_runtime_options {
             pinned_guarantee: 0,
             ledger_folder: ptr::null(),
             plan: ptr::null(),
+            pools: 0,
         }
     }
 }
 
-fn bad(what: &str, value: u32, expected: &str) -> Failure {
+fn bad(what: &str, value: impl Display, expected: &str) -> Failure {
     Failure::new(Status::BadArgument, format!("options->{what} is {value}; it can be {expected}"))
 }
 
@@ -226,8 +233,12 @@ impl aq_runtime_options {
                 "AQ_SIM_PLAIN, AQ_SIM_UNCHECKED, or both",
             ));
         }
+        if self.pools > AQ_POOLS_COMPACT {
+            return Err(bad("pools", self.pools, "AQ_POOLS_COMPACT or 0"));
+        }
         let mut pools = PoolConfig::default();
         pools.shareable = shareable;
+        pools.compact = self.pools & AQ_POOLS_COMPACT != 0;
         if self.wait_ns > 0 {
             pools.wait = Duration::from_nanos(self.wait_ns);
         }

@@ -319,6 +319,35 @@ static void plain_devices(void) {
     OK(aq_runtime_destroy(runtime));
 }
 
+/* Returns what is held after blocks that leave 64 MiB free between others. */
+static uint64_t held_by(uint64_t pools) {
+    aq_runtime_options options = simulated(1);
+    options.pools = pools;
+    aq_runtime runtime = create(&options);
+    uint64_t first = alloc(runtime, 0, 64u << 20, NULL), rest = alloc(runtime, 0, 2u << 20, NULL);
+    OK(aq_free(runtime, 0, first));
+    uint64_t larger = alloc(runtime, 0, 66u << 20, NULL);
+    aq_stats stats;
+    memset(&stats, 0, sizeof stats);
+    stats.size = sizeof stats;
+    OK(aq_device_stats(runtime, 0, &stats));
+    OK(aq_free(runtime, 0, larger));
+    OK(aq_free(runtime, 0, rest));
+    in_order(runtime, 1);
+    OK(aq_runtime_destroy(runtime));
+    return stats.physical;
+}
+
+static void a_pool_that_compacts_holds_a_sixteenth_more_than_its_peak(void) {
+    CHECK(held_by(AQ_POOLS_COMPACT) * 16 <= (uint64_t)17 * 68 << 20);
+    CHECK(held_by(0) * 16 > (uint64_t)17 * 68 << 20);
+    aq_runtime runtime = 77;
+    aq_runtime_options options = simulated(1);
+    options.pools = 2;
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_runtime_create(&options, &runtime));
+    CHECK(strstr(aq_last_error(), "options->pools is 2") != NULL && runtime == 77);
+}
+
 static void panics(aq_runtime runtime) {
     for (int n = 0; n < 3; n++) {
         ANSWERS(AQ_ERROR_PANIC, aq_sim_panic(runtime));
@@ -376,6 +405,7 @@ int main(void) {
     memory_snapshots();
     history_and_trace_receive_the_same_events();
     plain_devices();
+    a_pool_that_compacts_holds_a_sixteenth_more_than_its_peak();
     runtimes_that_are_over();
     puts("basics: as the header says");
     return 0;
