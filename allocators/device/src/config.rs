@@ -75,8 +75,8 @@ pub struct PoolConfig {
     /// Handles are small from the start, since a live block keeps its whole handle in place. The
     /// first use of memory therefore takes about 15 ms a GiB instead of 1 to 2, except for blocks
     /// from 128 MiB on where most are as large. Moves while a program grows take it up to 65 ms a
-    /// GiB. Later rounds of a loop may move handles as well.
-    /// The figures of the guide have what it saves and costs for real programs.
+    /// GiB. Later rounds of a loop may move handles as well. The figures of the guide have what it
+    /// saves and costs for real programs.
     ///
     /// Only on devices with virtual memory. A budget bounds held memory too, at similar costs.
     /// Default: `false`.
