@@ -29,7 +29,8 @@ def limit(text: str) -> int | float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m aquifer_torch", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limit", type=limit, help="of each device: bytes, or a part of its memory such as 0.9")
-    parser.add_argument("--compact", action="store_true", help="hold at most 17/16 of the peak of live bytes, where memory can move")
+    compact = "hold at most 17/16 of the peak of live bytes, where memory can move"
+    parser.add_argument("--compact", action="store_true", default=None, help=compact)
     parser.add_argument("--pinned-limit", type=int, metavar="BYTES", help="of all pinned memory")
     parser.add_argument("--no-pinned", action="store_true", help="leave pinned memory to PyTorch")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")

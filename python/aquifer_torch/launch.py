@@ -50,7 +50,7 @@ def at_first_use(settings: dict[str, Any]) -> None:
         if not aquifer_torch._installed:
             # After the program's own setup() they are the program's.
             names = ("limit", "compact") if aquifer_torch._library is None else ()
-            aquifer_torch.install(**{name: settings[name] for name in names if settings.get(name)})
+            aquifer_torch.install(**{name: settings[name] for name in names if settings.get(name) is not None})
         if settings.get("pinned", True) and not aquifer_torch._pins():
             aquifer_torch.install_pinned(pinned_limit=settings.get("pinned_limit"))
         # Only now: after a failure the next use must not get another allocator.

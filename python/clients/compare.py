@@ -106,7 +106,8 @@ def run(program, allocator, nvml, steps=None, limit=None, compact=False):
     command = [sys.executable]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     if allocator == "aquifer":
-        command += ["-m", "aquifer_torch", "--limit", str(limit or 0.95)] + ["--compact"] * compact
+        command += ["-m", "aquifer_torch", "--limit", str(limit or 0.95)]
+        command += ["--compact"] if compact else []
     if program in RANKS:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS[program])]
     command += [str(HERE / f"{program}.py")]

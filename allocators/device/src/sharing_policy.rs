@@ -208,22 +208,23 @@ impl SharingPolicy {
     /// Returns the bytes of new memory that a block of `bytes` may take in a pool that compacts,
     /// before idle handles move under it.
     pub(crate) fn room_below_bound(&self, bytes: u64) -> u64 {
+        self.room_below(policy().compact_bound, bytes)
+    }
+
+    /// Returns the bytes that can be added to what is held before it exceeds these sixteenths of
+    /// the peak of live bytes, as that is with a block of `bytes` more.
+    fn room_below(&self, parts: u64, bytes: u64) -> u64 {
         let live = self.live.load(Ordering::Relaxed).saturating_add(bytes);
-        sixteenths(self.peak_live.load(Ordering::Relaxed).max(live), policy().compact_bound)
+        sixteenths(self.peak_live.load(Ordering::Relaxed).max(live), parts)
             .saturating_sub(self.held.load(Ordering::Relaxed))
     }
 
     /// Returns whether several streams would hold more than the bound with `bytes` of new memory.
     fn exceeds_bound(&self, bytes: u64) -> bool {
-        let after = |now: &AtomicU64| now.load(Ordering::Relaxed).saturating_add(bytes);
         self.sharing
             && bytes > policy().unbounded_max
             && self.several_streams.load(Ordering::Relaxed)
-            && after(&self.held)
-                > sixteenths(
-                    self.peak_live.load(Ordering::Relaxed).max(after(&self.live)),
-                    policy().bound,
-                )
+            && self.room_below(policy().bound, bytes) < bytes
     }
 
     /// Returns whether as much has been in use before as now with a block of `bytes` more.
@@ -300,6 +301,7 @@ impl SharingPolicy {
         let holds = |parts| {
             self.sharing && streams.len() > 1 && live + free >= sixteenths(peak_live, parts)
         };
+        // Until less is held than the peak.
         let moves_often = holds(16) && self.moves_often.load(Ordering::Relaxed);
         let shared_from = if all_shared || moves_often {
             policy().own_cache_max + 1

@@ -165,9 +165,10 @@ enum {
     AQ_SHARED_RESERVED = 4 /* guarantees are kept free while they are not used, and not lent */
 };
 enum {
-    AQ_POOLS_COMPACT = 1 /* the pool of each device holds 17/16 of the peak of its live bytes, by
-                            handles that move under new blocks: less memory without a limit,
-                            against up to 65 ms for the first use of a GiB and 40 us a move */
+    AQ_POOLS_COMPACT = 1 /* what the pool of each device holds is bounded by 17/16 of the peak of
+                            its live bytes, as far as free memory can move under new blocks: less
+                            memory without a limit, against up to 65 ms for the first use of a GiB
+                            and 40 us a move */
 };
 
 /* Zero selects the default of each field. */

@@ -32,8 +32,8 @@ pub enum Direction {
 ///
 /// Dropped before its end, it is aborted. Where NIXL cannot abort it, the agent keeps it and its
 /// memory until it is over, and frees them with the next transfer, call of
-/// [`messages`](NixlAgent::messages) or dropped [`NixlAgent`] after that. If there is none, they stay
-/// until the process ends.
+/// [`messages`](NixlAgent::messages) or dropped [`NixlAgent`] after that. If there is none, they
+/// stay until the process ends.
 pub struct NixlTransfer {
     agent: Arc<AgentInner>,
     /// `None` once it is given up.
