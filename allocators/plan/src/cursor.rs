@@ -209,25 +209,31 @@ impl PlanCursor {
     /// [freed](PlanCursor::free).
     #[inline]
     pub fn allocate(&mut self, bytes: u64, stream: u32) -> PlanAnswer {
-        self.count_step();
-        self.follow(bytes, stream).unwrap_or_else(|| self.allocate_any(bytes, stream))
+        self.allocate_expected(bytes, stream).unwrap_or_else(|| self.allocate_any(bytes, stream))
     }
 
-    /// Places the expected block, if it is asked for and comes in the recorded order.
+    /// As [`PlanCursor::allocate`], if this is the expected block and it comes in the recorded
+    /// order. Otherwise returns `None`, and nothing has changed. A caller that frees blocks late
+    /// asks this first, and frees what it can only if the answer is `None`.
     #[inline]
-    fn follow(&mut self, bytes: u64, stream: u32) -> Option<PlanAnswer> {
+    pub fn allocate_expected(&mut self, bytes: u64, stream: u32) -> Option<PlanAnswer> {
         let next = self.plan.blocks().get(self.expected as usize)?;
         let is_next = next.bytes == bytes.checked_next_multiple_of(BLOCK_ALIGN)?
             && next.stream == stream
             && self.is_waiting(self.expected)
             && !self.is_dropped()
             && self.is_in_order(self.expected);
-        is_next.then(|| self.place(self.expected, true))
+        if !is_next {
+            return None;
+        }
+        self.count_step();
+        Some(self.place(self.expected, true))
     }
 
     /// Places a block that may come in any order.
     #[inline(never)]
     fn allocate_any(&mut self, bytes: u64, stream: u32) -> PlanAnswer {
+        self.count_step();
         if self.is_dropped() {
             self.counters.strays += 1;
             return PlanAnswer::Stray;

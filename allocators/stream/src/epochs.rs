@@ -23,9 +23,10 @@
 //! visible to the thread that queued it. `tests/loom.rs` models both orders.
 //!
 //! **An event recorded in a capture proves nothing.** It becomes part of a graph, and the driver
-//! returns an error when it is queried. So the capture state is checked twice. If the stream
-//! captures before the record, nothing is closed. A capture may begin between this check and the
-//! record, so if the stream captures after the record, nothing is published.
+//! refuses a query of it. So if the stream captures after the record, nothing is published. A query
+//! before the record would miss a capture that begins between the two. A capture that ends between
+//! the record and the query is not seen: its event is published, and withdrawn when the driver
+//! refuses it.
 
 use crate::{
     Spin,

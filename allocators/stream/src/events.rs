@@ -22,7 +22,7 @@ impl Drop for OwnedEvent {
 }
 
 /// The maximum number of spare events of a stream. More are destroyed.
-const MAX_SPARE_EVENTS: usize = 64;
+const MAX_SPARE_EVENTS: usize = 512;
 
 /// Completed events without other references.
 pub(crate) struct EventPool(Spin<Vec<Arc<OwnedEvent>>>);
@@ -32,9 +32,9 @@ impl EventPool {
         Self(Spin::new(Vec::new()))
     }
 
-    /// Returns whether no event is spare.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.with(|spare| spare.is_empty())
+    /// Returns a spare event.
+    pub(crate) fn spare(&self) -> Option<Arc<OwnedEvent>> {
+        self.0.with(Vec::pop)
     }
 
     /// Returns a spare event or creates one.
@@ -43,7 +43,7 @@ impl EventPool {
         driver: &Arc<dyn Driver>,
         device: DeviceId,
     ) -> Result<Arc<OwnedEvent>, DriverError> {
-        if let Some(event) = self.0.with(Vec::pop) {
+        if let Some(event) = self.spare() {
             return Ok(event);
         }
         // Retry releases that the driver refused before. What is refused again stays for the next

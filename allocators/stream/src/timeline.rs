@@ -35,8 +35,8 @@ pub enum Fence {
     Standing,
     /// A new event was recorded.
     Recorded,
-    /// The stream captures a graph, and the event would become part of that graph. The epoch stays
-    /// without an event. The next fence after the capture covers it.
+    /// The stream captures a graph, and an event in it proves nothing. The epoch stays without an
+    /// event. The next fence after the capture covers it.
     Capturing,
     /// The handle cannot be used for this stream on this thread or at this time. No driver call was
     /// made. Either the stream is the default stream of another thread, or it may be destroyed by
@@ -69,8 +69,9 @@ const ABORT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest pause between two retries.
 const MAX_RETRY_PAUSE: Duration = Duration::from_millis(10);
 
-/// The driver's code for a query of an event that was recorded in a capture.
-const CAPTURED_EVENT: u32 = 907;
+/// The driver's codes for a query of an event that was recorded in a capture, or a wait for it: the
+/// first while the capture is open, the second after it has ended.
+const CAPTURED_EVENT: [u32; 2] = [907, 1];
 
 /// The driver's code for a query of the legacy default stream while a stream that is ordered with
 /// it captures.
@@ -369,18 +370,19 @@ impl Timeline {
         }
         // Closed even if the fence fails, so that no retry uses the handle of a destroyed stream.
         let closed = may_be_destroyed.then(|| self.epochs.close());
-        let _relaxed = Relaxed::enter(&*self.driver);
-        if self.query_capturing()? {
+        // A record on this stream would invalidate the captures that are ordered with it.
+        if matches!(self.life, StreamLifetime::Legacy) && self.query_capturing()? {
             return Ok(Fence::Capturing);
-        }
-        if self.events.is_empty() {
-            self.recycle_events();
         }
         let event = self.acquire_event()?;
         let closed = closed.unwrap_or_else(|| self.epochs.close());
         // The order of the next three steps matters: see the module `epochs`.
-        self.driver.event_record(event.raw, self.raw).map_err(|e| self.driver_error(e))?;
+        if let Err(refused) = self.driver.event_record(event.raw, self.raw) {
+            let is_capturing = self.query_capturing().unwrap_or(false);
+            return if is_capturing { Ok(Fence::Capturing) } else { Err(self.driver_error(refused)) };
+        }
         if self.query_capturing()? {
+            self.events.release([event]);
             return Ok(Fence::Capturing);
         }
         self.epochs.publish(closed, event);
@@ -482,6 +484,11 @@ impl Timeline {
     }
 
     fn acquire_event(&self) -> Result<Arc<OwnedEvent>> {
+        if let Some(event) = self.events.spare() {
+            return Ok(event);
+        }
+        let _relaxed = Relaxed::enter(&*self.driver);
+        self.recycle_events();
         self.events.acquire(&self.driver, self.raw.device()).map_err(|e| self.driver_error(e))
     }
 
@@ -508,31 +515,32 @@ impl Timeline {
     /// # Errors
     /// Driver errors, including those of earlier work.
     pub fn poll(&self) -> Result<()> {
+        let mut relaxed = None;
         while let Some((epoch, event)) = self.epochs.oldest() {
-            let _relaxed = Relaxed::enter(&*self.driver);
+            relaxed.get_or_insert_with(|| Relaxed::enter(&*self.driver));
             match self.driver.event_query(event.raw) {
                 Ok(true) => {
                     drop(event);
                     self.finish(epoch);
                 }
                 Ok(false) => break,
-                Err(refused) if refused.code == CAPTURED_EVENT => {
-                    drop(self.handle_query_error(epoch, refused));
-                }
-                Err(refused) => return Err(self.driver_error(refused)),
+                Err(refused) => self.withdraw_captured(epoch, refused, true)?,
             }
         }
         Ok(())
     }
 
-    /// Converts the error of a query of the event that was published for `epoch`. Withdraws the
-    /// event if it is part of a graph: a capture began and ended around the record, and neither
-    /// capture check saw it.
-    fn handle_query_error(&self, epoch: u64, error: DriverError) -> MemoryError {
-        if error.code == CAPTURED_EVENT {
+    /// Withdraws the event that was published for `epoch` if the driver refused it because it is
+    /// part of a graph: the capture ended between the record and the query of the capture state.
+    ///
+    /// # Errors
+    /// Any other refusal, and this one if the caller may not try again.
+    fn withdraw_captured(&self, epoch: u64, refused: DriverError, may_retry: bool) -> Result<()> {
+        let is_captured = CAPTURED_EVENT.contains(&refused.code);
+        if is_captured {
             drop(self.epochs.withdraw(epoch));
         }
-        self.driver_error(error)
+        if is_captured && may_retry { Ok(()) } else { Err(self.driver_error(refused)) }
     }
 
     fn finish(&self, epoch: u64) {
@@ -562,23 +570,33 @@ impl Timeline {
             return Ok(false);
         }
         same_machine(&*self.driver, &*other.driver)?;
-        let fence = other.fence(epoch)?;
-        if fence == Fence::Capturing && self.shares_capture(other)? {
-            return self.join_capture(other).map(|()| true);
+        let mut is_first = true;
+        loop {
+            let fence = other.fence(epoch)?;
+            if fence == Fence::Capturing && self.shares_capture(other)? {
+                return self.join_capture(other).map(|()| true);
+            }
+            other.check_fenced(fence)?;
+            let Some((proved, event)) = other.epochs.proof(epoch) else {
+                // The epoch completed between the fence and this lookup.
+                return Ok(false);
+            };
+            let queued = {
+                let _calling = self.calling()?;
+                self.check_not_capturing()?;
+                self.driver.stream_wait_event(self.raw, event.raw)
+            };
+            drop(event);
+            match queued {
+                Ok(()) => {
+                    self.wait_cache.record(other.serial, proved);
+                    return Ok(true);
+                }
+                // Fenced again, once, after the capture.
+                Err(refused) => other.withdraw_captured(proved, refused, is_first)?,
+            }
+            is_first = false;
         }
-        other.check_fenced(fence)?;
-        let Some((proved, event)) = other.epochs.proof(epoch) else {
-            // The epoch completed between the fence and this lookup.
-            return Ok(false);
-        };
-        {
-            let _calling = self.calling()?;
-            self.check_not_capturing()?;
-            self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.driver_error(e))?;
-        }
-        drop(event);
-        self.wait_cache.record(other.serial, proved);
-        Ok(true)
     }
 
     /// Makes this stream wait for all that `other` has captured so far (`cuEventRecord`,
@@ -615,44 +633,51 @@ impl Timeline {
     ///   wait with a deadline returns [`MemoryError::OtherThread`] or [`MemoryError::UnknownId`].
     /// - Driver errors, including those of earlier work.
     pub fn wait(&self, epoch: u64, deadline: Option<Instant>) -> Result<bool> {
-        if self.is_done(epoch) {
-            return Ok(true);
-        }
-        match self.fence(epoch)? {
-            Fence::OutOfReach if deadline.is_none() => {
-                return self.synchronize_device().map(|()| true);
+        let mut is_first = true;
+        while !self.is_done(epoch) {
+            match self.fence(epoch)? {
+                Fence::OutOfReach if deadline.is_none() => {
+                    return self.synchronize_device().map(|()| true);
+                }
+                fence => self.check_fenced(fence)?,
             }
-            fence => self.check_fenced(fence)?,
+            let Some((proved, event)) = self.epochs.proof(epoch) else {
+                return Ok(self.is_done(epoch));
+            };
+            match self.wait_for_event(&event, deadline) {
+                Ok(true) => {
+                    self.finish(proved);
+                    self.events.release([event]);
+                }
+                Ok(false) => return Ok(false),
+                // Fenced again, once, after the capture.
+                Err(refused) => self.withdraw_captured(proved, refused, is_first)?,
+            }
+            is_first = false;
         }
-        let Some((proved, event)) = self.epochs.proof(epoch) else {
-            return Ok(self.is_done(epoch));
-        };
+        Ok(true)
+    }
+
+    /// Waits until an event is complete or the deadline has passed. Returns whether it is complete.
+    fn wait_for_event(
+        &self,
+        event: &OwnedEvent,
+        deadline: Option<Instant>,
+    ) -> Result<bool, DriverError> {
         let Some(deadline) = deadline else {
             let _relaxed = Relaxed::enter(&*self.driver);
-            self.driver
-                .event_synchronize(event.raw)
-                .map_err(|e| self.handle_query_error(proved, e))?;
-            self.finish(proved);
-            self.events.release([event]);
-            return Ok(true);
+            return self.driver.event_synchronize(event.raw).map(|()| true);
         };
         // The driver has no wait with a deadline, so the event is polled.
         let mut pause = Duration::from_micros(1);
         loop {
             let done = {
                 let _relaxed = Relaxed::enter(&*self.driver);
-                self.driver
-                    .event_query(event.raw)
-                    .map_err(|e| self.handle_query_error(proved, e))?
+                self.driver.event_query(event.raw)?
             };
-            if done {
-                self.finish(proved);
-                self.events.release([event]);
-                return Ok(true);
-            }
             let now = Instant::now();
-            if now >= deadline {
-                return Ok(false);
+            if done || now >= deadline {
+                return Ok(done);
             }
             std::thread::sleep(pause.min(deadline - now));
             pause = (pause * 2).min(MAX_POLL_PAUSE);

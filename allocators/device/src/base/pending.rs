@@ -33,7 +33,7 @@ use super::{
 use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_driver::RawStream;
 use aquifer_stream::{Noted, Timeline, Uses};
-use smallvec::smallvec;
+use smallvec::{SmallVec, smallvec};
 use std::{sync::Arc, time::Instant};
 
 /// Uses of freed memory by streams other than its owner: those of a block ([`Uses`]), or those of
@@ -189,9 +189,11 @@ pub(crate) struct DeferredFree {
 }
 
 impl DeferredFree {
-    /// Returns the streams that may still use the block, besides its owner.
-    pub(crate) fn users(&self) -> Vec<RawStream> {
-        self.work.uses.iter().map(|noted| noted.on().raw()).collect()
+    /// Returns the streams that may still use the block, besides its owner, for the driver's
+    /// observer. Returns none for a block without a generation, which is not reported to it.
+    pub(crate) fn users(&self) -> SmallVec<[RawStream; 2]> {
+        let uses = (self.generation != 0).then(|| self.work.uses.iter());
+        uses.into_iter().flatten().map(|noted| noted.on().raw()).collect()
     }
 }
 

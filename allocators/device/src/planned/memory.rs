@@ -144,9 +144,6 @@ impl PlannedMemory {
         let mut left = Leftovers::new();
         let mut guard = self.state();
         let state = &mut *guard;
-        if !state.held.is_empty() {
-            self.collect_held(state, &mut left);
-        }
         let block = match self.find(core, state, stream.timeline(), request, &mut left) {
             Some(hit) if hit.is_aligned && state.cursor.followed().is_empty() => {
                 let block = self.make_block(state, stream, hit.number, request, &mut left);
@@ -192,7 +189,14 @@ impl PlannedMemory {
         };
         // No block of a plan has no bytes: a stream that is in no plan counts as a stray.
         let (bytes, number) = number.map_or((0, 0), |number| (request.size(), number));
-        match state.cursor.allocate(bytes, number) {
+        let answer = state.cursor.allocate_expected(bytes, number).unwrap_or_else(|| {
+            // One of the freed blocks may hold the place.
+            if !state.held.is_empty() {
+                self.collect_held(state, left);
+            }
+            state.cursor.allocate(bytes, number)
+        });
+        match answer {
             PlanAnswer::Hit { block, offset, recorded } => {
                 let is_aligned = (self.span.address + offset).is_multiple_of(request.alignment());
                 Some(Hit { number: block, is_aligned, recorded })
