@@ -1,7 +1,10 @@
 //! A trace: its blocks and steps, and what is recorded about it.
 
 use aquifer_core::event::BlockKind;
-use std::fmt;
+use std::{
+    fmt,
+    io::{self, Write},
+};
 
 /// The largest valid block size: the address space of a process.
 pub const MAX_BLOCK: u64 = 1 << 47;
@@ -166,6 +169,43 @@ impl Trace {
     /// Returns the number of allocations and frees.
     pub fn operations(&self) -> u64 {
         self.allocations() + self.frees
+    }
+
+    /// Writes the blocks and steps as rows of [`TraceFormat::Events`], for other programs. Times are
+    /// the numbers of the steps, since a trace keeps no times.
+    ///
+    /// ```
+    /// # use aquifer_formats::trace::Trace;
+    /// let trace = Trace::read("made:edge".as_ref(), None)?;
+    /// let mut rows = Vec::new();
+    /// trace.write_to(&mut rows)?;
+    /// let read = Trace::from_reader(std::io::Cursor::new(rows), None)?;
+    /// assert_eq!((read.blocks, read.steps), (trace.blocks, trace.steps));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of `out`.
+    pub fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "{EVENTS_HEADER}")?;
+        for (time, step) in self.steps.iter().enumerate() {
+            let block = self.blocks[step.block as usize];
+            let freed_on = block.freed_on.unwrap_or(block.stream);
+            let mut row = |op, stream| {
+                writeln!(out, "{time},{op},{},{},{stream}", step.block + 1, block.bytes)
+            };
+            match step.action {
+                TraceAction::Allocate => row('a', block.stream)?,
+                TraceAction::Free => {
+                    row('f', freed_on)?;
+                    if !block.lingers {
+                        row('c', freed_on)?;
+                    }
+                }
+                TraceAction::Complete => row('c', freed_on)?,
+            }
+        }
+        Ok(())
     }
 
     /// Returns the number of blocks that a stream other than their own uses.

@@ -139,6 +139,9 @@ pub(crate) struct Replay {
     /// Also write the allocator's history as a memory snapshot for PyTorch's memory viewer
     #[arg(long, value_name = "FILE")]
     pub(crate) snapshot: Option<PathBuf>,
+    /// Also write what is replayed as rows of a CSV trace, for other programs to replay
+    #[arg(long, value_name = "FILE")]
+    pub(crate) save_trace: Option<PathBuf>,
     /// Hide from the allocator which streams use a block; the checks must report violations
     #[arg(long, conflicts_with = "fit")]
     pub(crate) ignore_order: bool,

@@ -43,6 +43,7 @@ pub(crate) use report::ReplayReport;
 
 use crate::{
     cli::{self, Allocator},
+    output::write_whole,
     trace_file,
 };
 use aquifer_console::{
@@ -106,8 +107,10 @@ pub(crate) enum ReplayError {
     NeedsPool(&'static str),
     /// The allocator or its streams could not be created.
     Setup(MemoryError),
-    /// The snapshot file cannot be written.
-    Snapshot(PathBuf, io::Error),
+    /// An output is the trace that is read.
+    OutputIsInput(PathBuf),
+    /// The snapshot or the trace cannot be written.
+    Output(PathBuf, io::Error),
 }
 
 impl fmt::Display for ReplayError {
@@ -126,7 +129,10 @@ impl fmt::Display for ReplayError {
             Self::Plan { path, error } => write!(f, "{}: {error}", path.display()),
             Self::NeedsPool(flag) => write!(f, "{flag} is for the pool only: --allocator pool"),
             Self::Setup(e) => write!(f, "the replay cannot begin: {e}"),
-            Self::Snapshot(path, e) => write!(f, "{} cannot be written: {e}", path.display()),
+            Self::OutputIsInput(path) => {
+                write!(f, "{} would replace the trace that is read", path.display())
+            }
+            Self::Output(path, e) => write!(f, "{} cannot be written: {e}", path.display()),
         }
     }
 }
@@ -137,9 +143,9 @@ impl std::error::Error for ReplayError {
             Self::Trace { error, .. } => Some(error),
             Self::Place(e) => Some(e),
             Self::Setup(e) => Some(e),
-            Self::Snapshot(_, e) => Some(e),
+            Self::Output(_, e) => Some(e),
             Self::Plan { error, .. } => Some(error),
-            Self::Budget { .. } | Self::NeedsPool(_) => None,
+            Self::Budget { .. } | Self::NeedsPool(_) | Self::OutputIsInput(_) => None,
         }
     }
 }
@@ -150,6 +156,10 @@ impl std::error::Error for ReplayError {
 /// [`ReplayError`]. Every error but a failure to write the snapshot is returned before the trace is
 /// played.
 pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
+    let mut outputs = [&args.snapshot, &args.save_trace].into_iter().flatten();
+    if let Some(path) = outputs.find(|path| **path == args.trace) {
+        return Err(ReplayError::OutputIsInput(path.clone()));
+    }
     let mut progress = ProgressLine::on_terminal();
     progress.phase("reading the trace");
     let trace = Trace::read(&args.trace, args.device_index)
@@ -169,6 +179,10 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
         }
     }
     let place = Place::choose(args.device).map_err(ReplayError::Place)?;
+    if let Some(path) = &args.save_trace {
+        write_whole(path, |out| trace.write_to(out))
+            .map_err(|e| ReplayError::Output(path.clone(), e))?;
+    }
     let budget = args.budget.map(|amount| amount.bytes(trace.peak_live));
     if let Some(asked) = budget.filter(|&asked| asked > place.memory()) {
         return Err(ReplayError::Budget { asked, memory: place.memory(), title: place.title() });
@@ -194,7 +208,7 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
     if let Some(path) = &args.snapshot {
         progress.phase("recording:");
         let snapshot = bench.record(budget, &mut progress).map_err(ReplayError::Setup)?;
-        snapshot.save(path).map_err(|e| ReplayError::Snapshot(path.clone(), e))?;
+        snapshot.save(path).map_err(|e| ReplayError::Output(path.clone(), e))?;
     }
     if args.fit {
         let found =

@@ -158,3 +158,19 @@ fn what_cannot_be_made_is_told_in_one_line() {
     assert!(trace(Path::new("./made:pinned")).is_none(), "a file");
     assert!(asks_for_list(Path::new("made:")) && !asks_for_list(Path::new("made:pinned")));
 }
+
+#[test]
+fn what_is_written_is_read_as_the_same_blocks_and_steps() {
+    for workload in &WORKLOADS {
+        for change in [None, Some(20)] {
+            let name = format!("made:{},length=0.1", workload.name);
+            let trace = Trace::read(name.as_ref(), None).unwrap();
+            let trace = change.map_or(trace.clone(), |per_cent| trace.changed(per_cent, 1));
+            let mut rows = Vec::new();
+            trace.write_to(&mut rows).unwrap();
+            let read = Trace::from_reader(std::io::Cursor::new(rows), None).unwrap();
+            assert_eq!(read.steps, trace.steps, "{name} {change:?}");
+            assert_eq!(read.blocks, trace.blocks, "{name} {change:?}");
+        }
+    }
+}

@@ -641,6 +641,27 @@ fn a_replay_is_written_as_a_snapshot_that_is_the_same_program() {
 }
 
 #[test]
+fn what_is_replayed_is_saved_as_a_trace_that_is_the_same_program() {
+    let small = File::new("to-save.csv", SMALL);
+    for trace in [small.path(), "made:sharded,length=0.1".into()] {
+        let file = File::new("saved.csv", "");
+        let flags = format!("--device sim --json --streams 3 --save-trace {}", file.path());
+        let (first, again) =
+            (json(&replay(&trace, &flags)), json(&replay(file.path(), "--device sim --json")));
+        for name in ["ops", "allocs", "streams", "peak_live_bytes", "cross_stream_uses"] {
+            assert_eq!(first[name], again[name], "{trace}: {name}");
+        }
+        assert_eq!(first["peak_physical_bytes"], again["peak_physical_bytes"], "{trace}");
+    }
+    for output in ["--save-trace", "--snapshot"] {
+        let flags = format!("--device sim {output} {}", small.path());
+        refused(&replay(small.path(), &flags), "would replace the trace that is read", "input");
+        let flags = format!("--device sim {output} /nowhere/x");
+        refused(&replay(small.path(), &flags), "/nowhere/x cannot be written", "path");
+    }
+}
+
+#[test]
 fn every_round_says_what_it_asked_of_the_driver() {
     let file = "made:steady,length=0.1";
     let value = json(&replay(Path::new(file), "--device sim --json --repeat 20"));
