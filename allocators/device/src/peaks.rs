@@ -1,8 +1,8 @@
 //! The peak of a pool's live bytes: of all streams together, at no cost where a cache serves a
 //! request.
 //!
-//! The *parts* of a pool are its caches, and what is live outside of them. Each part has two
-//! numbers beside its live bytes:
+//! The *parts* of a pool are its caches, the memory of its plan, and what is live outside of them.
+//! Each part has two numbers beside its live bytes:
 //!
 //! - its *highest*: the maximum of its live bytes since the last settlement. No other part changes
 //!   it;
@@ -13,19 +13,20 @@
 //! cache above the limit leaves the fast path, and settles before the caller gets the block. A free
 //! compares nothing.
 //!
-//! A *settlement* locks all caches at once, so that it reads one instant, and
+//! A *settlement* locks all parts at once, so that it reads one instant, and
 //!
 //! 1. sums the live bytes of all parts, which the pool has at this instant;
 //! 2. raises the *known* peak to this sum;
 //! 3. sets each highest to the live bytes of its part;
 //! 4. sets the limits: the live bytes, and an equal share of what the sum lacks to the known peak.
-//!    A cache gets [`SLACK`] at least. A part without live bytes since the last settlement gets a
-//!    limit of 0.
+//!    A cache and the plan get [`SLACK`] at least. A part without live bytes since the last
+//!    settlement gets a limit of 0.
 //!
 //! # What is reported, and its error
 //!
 //! The reported peak is the maximum of the known peak and of the sum of the highest, now and at
-//! each settlement since the last reset. With `n` streams that have live blocks,
+//! each settlement since the last reset. With `n` streams that have live blocks, a plan with live
+//! blocks counted as one more,
 //!
 //! > true peak ≤ reported peak ≤ true peak + `n` × 1 MiB.
 //!
@@ -38,7 +39,7 @@
 //!   step 4 the sum of the limits is at most the known peak and `n` × [`SLACK`].
 //!
 //! Neither needs that the threads agree on an order: what a thread allocates or frees meanwhile, it
-//! does before or after the instant in which all caches are locked.
+//! does before or after the instant in which all parts are locked.
 //!
 //! If a single part is in use, it has no limit: its highest is the peak, without an error. So one
 //! stream settles once, at its first block. A cache begins with a limit of 0, and gets this limit
@@ -50,7 +51,7 @@
 //!
 //! | pool | parts |
 //! |---|---|
-//! | caches serve blocks | each cache; stable, parkable, reserved and graph memory |
+//! | caches serve blocks | each cache; the memory of a plan; stable, parkable, reserved and graph memory |
 //! | [bypass](crate::PoolConfig::bypass) | the driver's allocations and the same memory |
 //! | [debugging](crate::PoolConfig::debug) | what users have, and the same memory |
 //!
@@ -63,20 +64,29 @@ use crate::{
 use aquifer_stream::Spin;
 use std::{
     mem,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak},
 };
 
-/// How far a cache may always rise between two settlements, in bytes.
+/// How far a cache or a plan may always rise between two settlements, in bytes.
 const SLACK: u64 = 1 << 20;
 
 /// All caches of a pool, also idle ones.
 pub(crate) type CacheList = RwLock<Vec<&'static StreamCache>>;
 
+/// A part of a pool that counts under a lock of its own, outside of the caches. It settles by
+/// [`PoolPeaks::settle`], which it calls without that lock.
+pub(crate) trait PeakPart: Send + Sync {
+    /// Calls `visit` under the lock of the part, with its live bytes.
+    fn with_bounds(&self, visit: &mut dyn FnMut(LiveBytes, &mut PartBounds));
+}
+
 /// The peak of the live bytes of all parts of a pool together.
 ///
-/// Locks in this order: an owner of [`LiveUsage`](crate::base::usage::LiveUsage), this, the list of
-/// caches, caches.
+/// Locks in this order: an owner of [`LiveUsage`](crate::base::usage::LiveUsage), this, the part
+/// with a lock of its own, the list of caches, caches.
 pub(crate) struct PoolPeaks {
+    /// The part with a lock of its own, if there is one.
+    part: OnceLock<Weak<dyn PeakPart>>,
     /// The caches of the pool.
     caches: Arc<CacheList>,
     /// Whether blocks in caches are the pool's live blocks.
@@ -115,25 +125,54 @@ impl PoolPeaks {
     /// Creates the peaks of a pool without memory. Without `counts_caches`, all that is live is
     /// counted by [`JointPeak::add`].
     pub(crate) fn new(caches: Arc<CacheList>, counts_caches: bool) -> Arc<Self> {
-        Arc::new(Self { caches, counts_caches, state: Mutex::default() })
+        Arc::new(Self { part: OnceLock::new(), caches, counts_caches, state: Mutex::default() })
+    }
+
+    /// Adds the part with a lock of its own, which has no live bytes yet. A pool has at most one.
+    pub(crate) fn add_part(&self, part: Weak<dyn PeakPart>) {
+        let added = self.part.set(part);
+        debug_assert!(added.is_ok(), "a second part");
+    }
+
+    /// Returns the part with a lock of its own. The caller drops it with no lock held, since it may
+    /// be the last reference.
+    fn part(&self) -> Option<Arc<dyn PeakPart>> {
+        self.part.get().and_then(Weak::upgrade)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the sum of all parts into account. To be called with no lock of a cache, by each
-    /// thread that has taken a cache above its limit, before it hands the block out.
+    /// Takes the sum of all parts into account. To be called with no lock of a part, by each thread
+    /// that has taken one above its limit, before it hands the block out.
     pub(crate) fn settle(&self) {
-        self.settle_locked(&mut self.state(), false);
+        let part = self.part();
+        self.settle_with(&mut self.state(), part.as_deref(), false);
     }
 
     /// Sets the peak to what is live now.
     pub(crate) fn reset(&self) {
-        self.settle_locked(&mut self.state(), true);
+        let part = self.part();
+        self.settle_with(&mut self.state(), part.as_deref(), true);
     }
 
-    fn settle_locked(&self, state: &mut State, is_reset: bool) {
+    fn settle_with(&self, state: &mut State, part: Option<&dyn PeakPart>, is_reset: bool) {
+        match part {
+            Some(part) => part.with_bounds(&mut |now, bounds| {
+                self.settle_locked(state, Some((now, bounds)), is_reset);
+            }),
+            None => self.settle_locked(state, None, is_reset),
+        }
+    }
+
+    /// `part` is locked.
+    fn settle_locked(
+        &self,
+        state: &mut State,
+        part: Option<(LiveBytes, &mut PartBounds)>,
+        is_reset: bool,
+    ) {
         let caches = self.caches.read().unwrap_or_else(PoisonError::into_inner);
         // The list keeps its memory, so that a settlement allocates none.
         let mut locks = mem::take(&mut state.locks);
@@ -141,6 +180,9 @@ impl PoolPeaks {
         let mut locked = Spin::lock_all(&locks);
         let mut sums = Sums::default();
         sums.add(state.outside, &state.outside_bounds);
+        if let Some((now, bounds)) = &part {
+            sums.add(*now, bounds);
+        }
         if self.counts_caches {
             locked.for_each(|cache| {
                 cache.flush_last();
@@ -149,6 +191,9 @@ impl PoolPeaks {
         }
         let share = state.settle(&sums, is_reset);
         state.outside_bounds.settle(state.outside, share, 0);
+        if let Some((now, bounds)) = part {
+            bounds.settle(now, share, SLACK);
+        }
         locked.for_each(|cache| {
             let now = cache.live_bytes();
             if self.counts_caches {
@@ -165,8 +210,12 @@ impl PoolPeaks {
     /// Returns the peak. Calls `visit` for each cache under its lock. The last freed block may not
     /// be in the heap.
     pub(crate) fn peak_with(&self, mut visit: impl FnMut(&mut CacheState)) -> LiveBytes {
+        let part = self.part();
         let state = self.state();
         let mut highest = state.outside_bounds.highest;
+        if let Some(part) = &part {
+            part.with_bounds(&mut |_, bounds| highest += bounds.highest);
+        }
         for cache in self.caches.read().unwrap_or_else(PoisonError::into_inner).iter() {
             cache.with_unflushed(|cache| {
                 if self.counts_caches {
@@ -187,11 +236,14 @@ impl PoolPeaks {
 
 impl JointPeak for PoolPeaks {
     fn add(&self, bytes: LiveBytes) {
+        // Dropped after the lock is released.
+        let part;
         let mut state = self.state();
         state.outside += bytes;
         let now = state.outside;
         if !state.outside_bounds.raise(now) {
-            self.settle_locked(&mut state, false);
+            part = self.part();
+            self.settle_with(&mut state, part.as_deref(), false);
         }
     }
 

@@ -24,9 +24,10 @@
 //!
 //! **An event recorded in a capture proves nothing.** It becomes part of a graph, and the driver
 //! refuses a query of it. So if the stream captures after the record, nothing is published. A query
-//! before the record would miss a capture that begins between the two. A capture that ends between
-//! the record and the query is not seen: its event is published, and withdrawn when the driver
-//! refuses it.
+//! before the record would miss a capture that begins between the two. Streams that have captured
+//! before are queried there as well, so that their epochs stay open during a capture. A capture
+//! that ends between the record and the query is not seen: its event is published, and withdrawn
+//! when the driver refuses it.
 
 use crate::{
     Spin,

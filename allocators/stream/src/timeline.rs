@@ -111,6 +111,8 @@ pub struct Timeline {
     leases: AtomicU32,
     /// Whether only the user may order this stream with others. Never reset once set.
     isolated: AtomicBool,
+    /// Whether the stream has captured, or is about to. Never reset once set.
+    captures: AtomicBool,
     epochs: Epochs<OwnedEvent>,
     events: EventPool,
     /// Idle use records for the blocks of this stream.
@@ -136,9 +138,10 @@ impl Timeline {
             number,
             identity: StreamIdentity::new(id),
             serial: SERIALS.fetch_add(1, Ordering::Relaxed),
-            life,
             leases: AtomicU32::new(0),
             isolated: AtomicBool::new(isolated),
+            captures: AtomicBool::new(matches!(life, StreamLifetime::Legacy)),
+            life,
             epochs: Epochs::new(),
             events: EventPool::new(),
             idle_tables: IdleTables::default(),
@@ -370,8 +373,7 @@ impl Timeline {
         }
         // Closed even if the fence fails, so that no retry uses the handle of a destroyed stream.
         let closed = may_be_destroyed.then(|| self.epochs.close());
-        // A record on this stream would invalidate the captures that are ordered with it.
-        if matches!(self.life, StreamLifetime::Legacy) && self.query_capturing()? {
+        if self.captures.load(Ordering::Relaxed) && self.query_capturing()? {
             return Ok(Fence::Capturing);
         }
         let event = self.acquire_event()?;
@@ -379,7 +381,11 @@ impl Timeline {
         // The order of the next three steps matters: see the module `epochs`.
         if let Err(refused) = self.driver.event_record(event.raw, self.raw) {
             let is_capturing = self.query_capturing().unwrap_or(false);
-            return if is_capturing { Ok(Fence::Capturing) } else { Err(self.driver_error(refused)) };
+            return if is_capturing {
+                Ok(Fence::Capturing)
+            } else {
+                Err(self.driver_error(refused))
+            };
         }
         if self.query_capturing()? {
             self.events.release([event]);
@@ -429,9 +435,22 @@ impl Timeline {
         }
     }
 
+    /// Tells that the stream is about to capture: while it does, no fence closes an epoch. Otherwise
+    /// the first fence in the first capture of a stream closes one without an event. Fences of such
+    /// a stream make one driver call more, and so do those of the legacy default stream, on which a
+    /// record would invalidate the captures that are ordered with it.
+    pub fn expect_capture(&self) {
+        self.captures.store(true, Ordering::Relaxed);
+    }
+
     /// The handle must be valid.
     fn query_capturing(&self) -> Result<bool> {
-        self.driver.stream_is_capturing(self.raw).map_err(|e| self.driver_error(e))
+        let is_capturing =
+            self.driver.stream_is_capturing(self.raw).map_err(|e| self.driver_error(e))?;
+        if is_capturing {
+            self.expect_capture();
+        }
+        Ok(is_capturing)
     }
 
     /// Returns an error if the stream captures. A wait for the stream, or by it, would invalidate

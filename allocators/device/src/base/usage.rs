@@ -43,6 +43,11 @@ impl LiveUsage {
         self.now.live
     }
 
+    /// Returns the live bytes, in both ways of counting.
+    pub(crate) fn now(&self) -> LiveBytes {
+        self.now
+    }
+
     /// Counts memory that becomes live.
     pub(crate) fn add_bytes(&mut self, live: u64, requested: u64) {
         let bytes = LiveBytes { live, requested };

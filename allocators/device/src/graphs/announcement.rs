@@ -156,10 +156,11 @@ impl Announced {
         memory.count_announcement(true);
         memory.end_announcement(number);
         // Fence the work that runs already, while that is possible.
-        if let AnnouncedStreams::Stream(timeline) = &announced.announcement.streams
-            && timeline.fence(timeline.open()) == Ok(Fence::Recorded)
-        {
-            memory.record_fence(number, timeline, timeline.open() - 1);
+        if let AnnouncedStreams::Stream(timeline) = &announced.announcement.streams {
+            timeline.expect_capture();
+            if timeline.fence(timeline.open()) == Ok(Fence::Recorded) {
+                memory.record_fence(number, timeline, timeline.open() - 1);
+            }
         }
         Ok(announced)
     }

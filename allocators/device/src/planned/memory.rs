@@ -7,26 +7,33 @@ use crate::{
         dependencies::StreamDeps,
         driver::check_stream_device,
         extent::PackedRequest,
+        live_bytes::LiveBytes,
+        part_bounds::PartBounds,
         pending::{DeferredFree, PartsWork},
         usage::{LiveUsage, TagHoldings},
     },
     block::DriverBlock,
     dedicated::{DedicatedPool, Span},
+    peaks::{PeakPart, PoolPeaks},
     pool_core::{PoolCore, counters::count},
 };
 use aquifer_core::{Action, PoolStats, Tag, budget::Holding, event::BlockKind};
 use aquifer_driver::Ownership;
 use aquifer_plan::{PlanAnswer, PlanCursor};
 use aquifer_stream::{Stream, StreamPool, Timeline};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// The memory of a plan. The pool's hook and the live blocks hold references.
 pub(super) struct PlannedMemory {
     pub(super) dedicated: Arc<DedicatedPool>,
     pub(super) span: Arc<Span>,
+    /// The peaks of the pool, of which this memory is a part.
+    pub(super) peaks: Arc<PoolPeaks>,
     streams: StreamPool,
     /// Whether a stream may wait on the device for another one.
     waits: bool,
+    /// Above this lock in the order are those of `dedicated` and `peaks`, so neither is called under
+    /// it.
     state: Mutex<State>,
 }
 
@@ -37,6 +44,8 @@ pub(super) struct State {
     /// Freed blocks that streams still use of which the plan does not know.
     pub(super) held: Vec<DeferredFree>,
     pub(super) usage: LiveUsage,
+    /// How far the live bytes may rise.
+    bounds: PartBounds,
     pub(super) by_tag: TagHoldings,
     /// Bytes of the blocks in `held`.
     pub(super) pending: u64,
@@ -105,9 +114,10 @@ impl Place {
 impl PlannedMemory {
     pub(super) fn new(core: &PoolCore, span: Arc<Span>, cursor: PlanCursor) -> Arc<Self> {
         let blocks = cursor.plan().blocks().len();
-        Arc::new(Self {
+        let memory = Arc::new(Self {
             dedicated: core.dedicated.clone(),
             span,
+            peaks: core.peaks.clone(),
             streams: core.streams().clone(),
             waits: core.config.adoption == Adoption::Wait,
             state: Mutex::new(State {
@@ -115,13 +125,17 @@ impl PlannedMemory {
                 places: std::iter::repeat_with(Place::default).take(blocks).collect(),
                 streams: StreamBindings::default(),
                 held: Vec::new(),
-                usage: core.live_usage(),
+                usage: LiveUsage::default(),
+                bounds: PartBounds::default(),
                 by_tag: TagHoldings::default(),
                 pending: 0,
                 is_closed: false,
                 is_released: false,
             }),
-        })
+        });
+        let part: Weak<Self> = Arc::downgrade(&memory);
+        core.peaks.add_part(part);
+        memory
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
@@ -161,7 +175,7 @@ impl PlannedMemory {
                 None
             }
         };
-        left.finish(&self.dedicated);
+        left.finish(self);
         block
     }
 
@@ -299,6 +313,9 @@ impl PlannedMemory {
         let driver_block = self.template(place, number, bytes, stream.timeline(), left);
         place.more = None;
         state.usage.record_alloc(bytes, requested);
+        if !state.bounds.raise(state.usage.now()) {
+            left.settle();
+        }
         let holding = state.by_tag.of_mut(tag);
         holding.bytes += requested;
         holding.blocks += 1;
@@ -360,7 +377,7 @@ impl PlannedMemory {
     pub(super) fn retire(&self) -> bool {
         let mut left = Leftovers::new();
         let is_retired = self.retire_if_unused(&mut self.state(), &mut left);
-        left.finish(&self.dedicated);
+        left.finish(self);
         is_retired
     }
 
@@ -390,9 +407,22 @@ impl PlannedMemory {
         }
         work.own = crate::base::dependencies::latest(work.own.into_vec()).into();
         state.streams.take().into_iter().for_each(|on| left.add_timeline(Some(on)));
+        left.retire(work);
+    }
+
+    /// Gives the range to those that retire. Called with no lock held.
+    #[cold]
+    pub(super) fn retire_span(&self, work: PartsWork) {
         self.dedicated.update_usage(|usage| usage.pending += self.span.bytes);
         self.span.retire_whole(work, None);
         self.dedicated.enqueue_retiring(&self.span);
+    }
+}
+
+impl PeakPart for PlannedMemory {
+    fn with_bounds(&self, visit: &mut dyn FnMut(LiveBytes, &mut PartBounds)) {
+        let state = &mut *self.state();
+        visit(state.usage.now(), &mut state.bounds);
     }
 }
 

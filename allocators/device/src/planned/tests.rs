@@ -12,7 +12,14 @@ use aquifer_driver::{
 };
 use aquifer_plan::{NEVER, Plan, PlanBlock, PlanCursor, PlanEdge, PlanOptions};
 use aquifer_stream::Stream;
-use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -321,6 +328,103 @@ fn a_plan_that_is_missed_too_often_is_dropped_with_an_event_and_its_range_given_
     assert_eq!(rig.pool.trim(0).unwrap(), rig.range_bytes());
     assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
     rig.end();
+}
+
+#[test]
+fn a_plan_that_rises_beside_other_memory_raises_the_peak() {
+    let blocks: Vec<_> = (0..10).map(|n| block(8 * MIB, n, 10 + n, 0)).collect();
+    let rig = Rig::new(&blocks, 2, 64 * MIB);
+    let stray = rig.pool.alloc(&rig.streams[1], Request::bytes(3 * MIB)).unwrap();
+    for rounds in 1..=2 {
+        rig.run(&blocks, &mut BTreeMap::new());
+        let stats = rig.pool.stats();
+        assert_eq!((stats.live, stats.plan_hits), (3 * MIB, rounds * 10));
+        assert!((83 * MIB..=85 * MIB).contains(&stats.peak_live), "{stats:?}");
+        rig.pool.reset_peaks();
+        assert_eq!(rig.pool.stats().peak_live, 3 * MIB);
+    }
+    drop(stray);
+}
+
+#[test]
+fn the_peak_covers_the_plan_its_strays_and_dedicated_memory_together() {
+    for seed in 0..20 {
+        let mut blocks = program(seed, 200, 2);
+        blocks.iter_mut().for_each(|block| block.bytes *= 400);
+        let rig = Rig::new(&blocks, 2, 8 << 30);
+        let mut random = SplitMix64::new(seed);
+        let mut below = |end: u64| random.next_u64() % end;
+        let (mut strays, mut stable, mut kept) = (Vec::new(), Vec::new(), BTreeMap::new());
+        let mut peak = 0;
+        for step in 0..blocks.len() * 3 {
+            let number = step % blocks.len();
+            let stream = &rig.streams[blocks[number].stream as usize];
+            let other = Request::bytes(1 + below(9 << 20));
+            match below(40) {
+                0 => strays.push(rig.pool.alloc(stream, other).unwrap()),
+                1 => stable.push(rig.pool.alloc_stable(stream, other).unwrap()),
+                2 => strays.clear(),
+                3 => stable.clear(),
+                _ => {}
+            }
+            peak = peak.max(rig.pool.stats().live);
+            let block = rig.pool.alloc(stream, Request::bytes(blocks[number].bytes)).unwrap();
+            peak = peak.max(rig.pool.stats().live);
+            kept.insert(number, block);
+            kept.retain(|_, _| below(10) > 0);
+            if below(200) == 0 {
+                rig.pool.reset_peaks();
+                peak = rig.pool.stats().live;
+            }
+        }
+        let told = rig.pool.stats().peak_live;
+        // Two streams and the plan.
+        assert!((peak..=peak + 3 * MIB).contains(&told), "seed {seed}: {told} of {peak}");
+        assert!(rig.pool.stats().plan_hits > 200, "seed {seed}");
+        drop((strays, stable, kept));
+        assert_eq!(rig.pool.stats().peak_live, told, "frees change no peak");
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn peaks_are_settled_and_read_while_threads_use_a_plan_that_ends() {
+    let blocks: Vec<_> = (0..50).map(|n| block(MIB, n * 2, n * 2 + 1, 0)).collect();
+    let rig = Rig::new(&blocks, 2, 1 << 30);
+    let [planned, other] = [&rig.streams[0], &rig.streams[1]];
+    let is_over = AtomicBool::new(false);
+    let until_over = |work: &(dyn Fn() + Sync)| {
+        while !is_over.load(Ordering::Relaxed) {
+            work();
+        }
+    };
+    std::thread::scope(|threads| {
+        threads.spawn(|| {
+            for round in 0..80 {
+                for _ in 0..blocks.len() {
+                    drop(rig.pool.alloc(planned, Request::bytes(MIB)).unwrap());
+                }
+                // The plan matches less and less, and is dropped.
+                for _ in 0..round / 2 {
+                    drop(rig.pool.alloc(planned, Request::bytes(3000)).unwrap());
+                }
+            }
+            is_over.store(true, Ordering::Relaxed);
+        });
+        threads.spawn(|| {
+            until_over(&|| drop(rig.pool.alloc_stable(other, Request::bytes(3 * MIB)).unwrap()));
+        });
+        threads.spawn(|| {
+            until_over(&|| {
+                let stats = rig.pool.stats();
+                assert!(stats.peak_live >= stats.live);
+                rig.pool.reset_peaks();
+            });
+        });
+    });
+    let stats = rig.pool.stats();
+    assert!(stats.plan_strays > 0 && stats.allocations > stats.plan_hits + stats.plan_strays);
+    rig.assert_silent();
 }
 
 #[test]

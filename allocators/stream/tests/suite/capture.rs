@@ -98,6 +98,9 @@ fn a_fence_during_a_capture_proves_nothing_and_the_next_one_after_it_covers_the_
         rig.launch(&s);
         assert_eq!(t.fence(before), Ok(Fence::Capturing));
         assert!(!t.is_fenced(before) && !t.is_done(before));
+        let open = t.open();
+        assert_eq!(t.fence(before), Ok(Fence::Capturing));
+        assert_eq!(t.open(), open, "the stream is known to capture, and its epoch stays open");
         t.poll().unwrap();
         assert!(!t.is_done(before));
         assert_eq!(rig.end_capture(s.raw()), Ok(1), "nothing but the kernel is in the graph");
@@ -108,6 +111,19 @@ fn a_fence_during_a_capture_proves_nothing_and_the_next_one_after_it_covers_the_
         t.poll().unwrap();
         assert!(t.is_done(before));
     }
+}
+
+#[test]
+fn no_fence_closes_an_epoch_in_a_capture_that_was_expected() {
+    let rig = Rig::stepped(2);
+    let s = rig.lease();
+    rig.launch(&s);
+    s.timeline().expect_capture();
+    let before = s.timeline().open();
+    rig.sim.driver().capture_begin(s.raw(), CaptureMode::Relaxed).unwrap();
+    assert_eq!(s.timeline().fence(before), Ok(Fence::Capturing));
+    assert_eq!((s.timeline().open(), rig.made(Call::EventRecord)), (before, 0));
+    rig.end_capture(s.raw()).unwrap();
 }
 
 /// A caller that treats a block as free because of a captured event would reuse it while its kernel
@@ -187,10 +203,7 @@ fn an_event_that_the_driver_refuses_again_and_again_is_an_error_and_no_endless_l
             rig.sim.fail(Call::StreamWaitEvent, nth, code);
         }
         assert!(matches!(s.timeline().wait(epoch, None), Err(MemoryError::Driver(_))));
-        assert!(matches!(
-            u.timeline().wait_for(s.timeline(), epoch),
-            Err(MemoryError::Driver(_))
-        ));
+        assert!(matches!(u.timeline().wait_for(s.timeline(), epoch), Err(MemoryError::Driver(_))));
         assert_eq!(u.timeline().wait_for(s.timeline(), epoch), Ok(true));
         assert_eq!(s.timeline().wait(epoch, None), Ok(true));
     }
