@@ -11,10 +11,10 @@ event; a block that is freed while another stream still uses it is freed where t
 allocator's calls and these waits are timed, with no other work on the device.
 
 memory         the most that was held from the driver in any round, over the peak of live bytes
-ns             an operation, in the quickest round after the first
+ns             an operation, in the round in the middle of those after the first
 first ns       an operation, in the first round
-limit          the smallest limit that completes three rounds, over the peak of live bytes (with --limits)
-ns at limit    an operation there, in the quickest round after the first
+limit          the smallest limit that completes five rounds, over the peak of live bytes (with --limits)
+ns at limit    an operation there, in the round in the middle of those after the first
 """
 
 import argparse
@@ -23,6 +23,7 @@ import lzma
 import os
 import pathlib
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ import tempfile
 HERE = pathlib.Path(__file__).resolve()
 SETTINGS = {"native": "", "expandable": "expandable_segments:True", "cudaMallocAsync": "backend:cudaMallocAsync"}
 OURS = {"aquifer": [], "aquifer, compact": ["--compact"], "aquifer, plan": ["--plan"]}
-ROUNDS_AT_LIMIT = 3
+ROUNDS_AT_LIMIT = 5
 # Halvings of the range between what must be too little and what is enough.
 SEARCH = 9
 
@@ -184,7 +185,7 @@ def replay_here(paths, rounds, limits):
             return each, torch.cuda.max_memory_reserved()
 
         each, held = play(rounds)
-        row = {"trace": trace.name, "peak_live": trace.peak_live, "held": held, "first_ns": each[0], "ns": min(each[1:])}
+        row = {"trace": trace.name, "peak_live": trace.peak_live, "held": held, "first_ns": each[0], "ns": statistics.median_low(each[1:])}
         # cudaMallocAsync counts the bytes in use against its limit, not what it holds.
         if limits and "backend" not in SETTINGS[os.environ["REPLAY_ALLOCATOR"]]:
             low, high = trace.peak_live / total * 0.995, min(1.0, held / total * 1.002)
@@ -193,7 +194,7 @@ def replay_here(paths, rounds, limits):
                 each, _ = play(ROUNDS_AT_LIMIT, middle)
                 low, high = (low, middle) if each else (middle, high)
                 if each:
-                    row.update(limit=middle * total / trace.peak_live, ns_at_limit=min(each[1:]))
+                    row.update(limit=middle * total / trace.peak_live, ns_at_limit=statistics.median_low(each[1:]))
         print(json.dumps(row), flush=True)
 
 
@@ -229,7 +230,7 @@ def of_aquifer(name, arguments, folder):
         said = call(*cuda, str(arguments.rounds))
         each = [one["ns_per_op"] for one in said["rounds"]]
         row = {"trace": pathlib.Path(path).name.split(".")[0], "peak_live": said["peak_live_bytes"]}
-        row.update(held=said["peak_physical_bytes_of_all_rounds"], first_ns=each[0], ns=min(each[1:]))
+        row.update(held=said["peak_physical_bytes_of_all_rounds"], first_ns=each[0], ns=statistics.median_low(each[1:]))
         # A pool that compacts has no other smallest limit than one that does not.
         if arguments.limits and name != "aquifer, compact":
             if plan:
@@ -237,7 +238,7 @@ def of_aquifer(name, arguments, folder):
             else:
                 limit = call("replay", path, "--device", "sim", "--fit", "--repeat", str(ROUNDS_AT_LIMIT))["fit_bytes"]
             said = call(*cuda, str(ROUNDS_AT_LIMIT), "--budget", str(limit))
-            at_limit = min(one["ns_per_op"] for one in said["rounds"][1:])
+            at_limit = statistics.median_low(one["ns_per_op"] for one in said["rounds"][1:])
             row.update(limit=limit / row["peak_live"], ns_at_limit=at_limit)
         rows.append(row)
     return rows

@@ -3,7 +3,20 @@
 use crate::checked::CheckedPool;
 use aquifer_driver::{DeviceInfo, Driver};
 use aquifer_status::{PoolKind, PoolSlot, SlotDescription};
-use std::sync::{Arc, OnceLock, Weak};
+use nix::time::{ClockId, clock_gettime};
+use std::sync::{
+    Arc, OnceLock, Weak,
+    atomic::{AtomicU64, Ordering},
+};
+
+/// The least time between two publications by allocations that change no held memory.
+pub(crate) const INTERVAL_MS: u64 = 10;
+
+/// Returns the time in milliseconds, by the kernel's tick, which is cheap to read.
+fn now_ms() -> u64 {
+    clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE)
+        .map_or(0, |time| time.tv_sec() as u64 * 1000 + time.tv_nsec() as u64 / 1_000_000)
+}
 
 /// The pool's slot, and whose figures it has.
 pub(crate) struct PoolPublisher {
@@ -12,13 +25,30 @@ pub(crate) struct PoolPublisher {
     /// and parts do not count for the pool.
     is_checked: bool,
     checked: OnceLock<Weak<CheckedPool>>,
+    /// When the figures were last published, and the physical bytes then.
+    published_ms: AtomicU64,
+    published_bytes: AtomicU64,
 }
 
 impl PoolPublisher {
     pub(crate) fn new(driver: &dyn Driver, info: &DeviceInfo, is_checked: bool) -> Self {
         let description = describe(driver, info, PoolKind::Device, &info.name);
         let slot = Arc::new(PoolSlot::open(description));
-        Self { slot, is_checked, checked: OnceLock::new() }
+        let (published_ms, published_bytes) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { slot, is_checked, checked: OnceLock::new(), published_ms, published_bytes }
+    }
+
+    /// Records that the figures are published with these physical bytes.
+    pub(crate) fn record_published(&self, physical: u64) {
+        self.published_ms.store(now_ms(), Ordering::Relaxed);
+        self.published_bytes.store(physical, Ordering::Relaxed);
+    }
+
+    /// Returns whether figures with these physical bytes are to be published: the bytes have
+    /// changed, or it is long enough ago.
+    pub(crate) fn is_due(&self, physical: u64) -> bool {
+        let since = || now_ms().wrapping_sub(self.published_ms.load(Ordering::Relaxed));
+        self.published_bytes.load(Ordering::Relaxed) != physical || since() >= INTERVAL_MS
     }
 
     pub(crate) fn slot(&self) -> &PoolSlot {
@@ -67,5 +97,28 @@ pub(crate) fn describe(
         device: Some(info.device.0),
         address: info.pci_address.clone().filter(|_| is_real),
         node: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aquifer_driver::{DeviceId, sim::Sim};
+    use std::{thread, time::Duration};
+
+    #[test]
+    fn figures_are_due_when_held_memory_has_changed_or_after_the_interval() {
+        let driver = Sim::h200(1).driver();
+        let info = driver.device_info(DeviceId(0)).unwrap();
+        let publisher = PoolPublisher::new(&*driver, &info, false);
+        publisher.record_published(4096);
+        assert!(publisher.is_due(8192) && publisher.is_due(0), "the bytes have changed");
+        let begun = std::time::Instant::now();
+        let is_due = publisher.is_due(4096);
+        // A thread that was stopped for long has nothing to say.
+        assert!(!is_due || begun.elapsed() > Duration::from_millis(INTERVAL_MS / 2));
+        thread::sleep(Duration::from_millis(3 * INTERVAL_MS));
+        assert!(publisher.is_due(4096));
+        publisher.record_published(4096);
     }
 }

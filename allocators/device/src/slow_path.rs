@@ -98,34 +98,29 @@ impl PoolCore {
             self.wait_for_moves(deadline(self.config.wait));
             block = self.run_slow_path(cache, request, &mut progress);
         }
-        let block = match block {
+        let refused = match block {
             Ok(Some(block)) => {
                 if !cache.with(|s| s.raise_highest()) {
                     self.peaks.settle();
                 }
                 self.sharing_policy.record_served(request.size());
                 self.enforce_threshold();
-                Ok(block)
+                self.publish_allocation();
+                return Ok(block);
             }
-            Ok(None) => {
-                count(&self.counters.failures, 1);
-                self.report_pool(Action::Fail, request.size(), request.owner());
-                // Handles set aside for this request are released before it is refused.
-                self.physical.drop_spare();
-                Err(MemoryError::OutOfMemory(Box::new(self.explain(
-                    request.size(),
-                    Some(cache),
-                    progress,
-                ))))
-            }
-            Err(error) => {
-                count(&self.counters.failures, 1);
-                self.report_pool(Action::Fail, request.size(), request.owner());
-                Err(error)
-            }
+            Ok(None) => None,
+            Err(error) => Some(error),
         };
+        count(&self.counters.failures, 1);
+        self.report_pool(Action::Fail, request.size(), request.owner());
+        let error = refused.unwrap_or_else(|| {
+            // Handles set aside for this request are released before it is refused.
+            self.physical.drop_spare();
+            let causes = self.explain(request.size(), Some(cache), progress);
+            MemoryError::OutOfMemory(Box::new(causes))
+        });
         self.publish();
-        block
+        Err(error)
     }
 
     /// Returns whether another thread has moved memory since the counts were recorded.

@@ -93,19 +93,17 @@ pub fn start() -> Result<()> {
     Ok(())
 }
 
-/// Publishes the figures of a forked child, whose parent publishes. Slow paths call it, with no
-/// lock held. Costs one load in any other process.
+/// Publishes the figures of a forked child, whose parent publishes. Returns whether it begins to
+/// publish now. Slow paths call it, with no lock held. Costs one load in any other process.
 #[inline]
-pub fn resume() {
-    if STATE.load(Ordering::Acquire) == FORKED {
-        resume_forked();
-    }
+pub fn resume() -> bool {
+    STATE.load(Ordering::Acquire) == FORKED && resume_forked()
 }
 
 #[cold]
-fn resume_forked() {
+fn resume_forked() -> bool {
     // Another thread is doing it.
-    let Some(_changing) = Changing::try_enter() else { return };
+    let Some(_changing) = Changing::try_enter() else { return false };
     if STATE.load(Ordering::Acquire) == FORKED {
         publish_in(match StatusSetting::read() {
             Ok(StatusSetting::Path(path)) => Some(path),
@@ -113,6 +111,7 @@ fn resume_forked() {
             Ok(StatusSetting::Off) | Err(_) => None,
         });
     }
+    crate::is_published()
 }
 
 /// Ends publication in this process and its future children, and removes the file.

@@ -455,6 +455,14 @@ impl<S: UsedStream> UseTable<S> {
         self.state.with(|s| s.records.iter().filter_map(stamped).collect())
     }
 
+    /// Calls `visit` under the lock for each stamped use whose work is not known to be complete.
+    pub(crate) fn for_each_unfinished(&self, mut visit: impl FnMut(&Arc<S>, u64)) {
+        self.state.with(|s| {
+            let stamped = s.records.iter().filter_map(UseRecord::stamped);
+            stamped.filter(|(on, epoch)| !on.is_done(*epoch)).for_each(|(on, e)| visit(on, e));
+        });
+    }
+
     /// Returns all uses in their current state.
     pub(crate) fn snapshots(&self) -> UseVec<UseSnapshot<S>> {
         self.state.with(|s| s.records.iter().filter_map(UseRecord::snapshot).collect())

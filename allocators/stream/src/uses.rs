@@ -532,6 +532,13 @@ impl Uses {
         all.into_iter()
     }
 
+    /// Calls `visit` with the stream and epoch of each use that is not open and whose work is not
+    /// known to be complete. A lock is held meanwhile, so `visit` must be short and may not look at
+    /// uses.
+    pub fn for_each_unfinished(&self, mut visit: impl FnMut(&Arc<Timeline>, u64)) {
+        self.tables().for_each(|table| table.for_each_unfinished(&mut visit));
+    }
+
     /// Returns the remaining uses in their current state.
     pub fn iter(&self) -> impl Iterator<Item = Noted> + use<> {
         let mut all = UseVec::new();

@@ -100,7 +100,16 @@ impl PoolCore {
             let (timeline, last_free, users) = cache.with(|s| {
                 held.extend(s.stream_footprint());
                 allocated += s.allocations();
-                let users = list(bump, s.pending.iter().flat_map(|p| p.uses.stamped()));
+                // One fence of a stream covers all its uses.
+                let mut users: List<'_, (Arc<Timeline>, u64)> = List::new_in(bump);
+                for pending in &s.pending {
+                    pending.uses.for_each_unfinished(|on, epoch| {
+                        match users.iter_mut().find(|(other, _)| Arc::ptr_eq(other, on)) {
+                            Some((_, last)) => *last = epoch.max(*last),
+                            None => users.push((on.clone(), epoch)),
+                        }
+                    });
+                }
                 let last = match scope {
                     FenceScope::Free => s.last_free,
                     FenceScope::FreeAndPending => s.last_freed_epoch(),
@@ -110,9 +119,7 @@ impl PoolCore {
             let Some(timeline) = timeline else { continue };
             fence(timeline, last_free)?;
             for (user, epoch) in users {
-                if !user.is_done(epoch) {
-                    fence(user, epoch)?;
-                }
+                fence(user, epoch)?;
             }
         }
         for (timeline, epoch) in self.physical.zombie_fences(bump) {

@@ -1,7 +1,9 @@
 //! What other processes are shown of a pool.
 //!
 //! Caches count in lines of their own, which their hot paths keep current. Everything else changes
-//! on slow paths, which publish it when they are done. Nothing is read back.
+//! on slow paths, which publish it when they are done. Allocations that change no held memory only
+//! move bytes between a cache and the shared free list, whose sum is published, and count. They
+//! publish from time to time. Nothing is read back.
 
 use super::PoolCore;
 use aquifer_core::PoolStats;
@@ -9,14 +11,31 @@ use aquifer_status::{PoolFigures, tightest_limit};
 
 impl PoolCore {
     /// Publishes the figures that slow paths change, and records the limit. Called at the end of
-    /// each, with no lock held.
+    /// each but a successful allocation, with no lock held.
     pub(crate) fn publish(&self) {
         self.report_limit();
-        aquifer_status::resume();
+        let _ = aquifer_status::resume();
         if aquifer_status::is_published() {
-            self.status.slot().publish(|| self.published_figures());
-            self.dedicated.publish();
+            self.publish_now();
         }
+    }
+
+    /// As [`PoolCore::publish`], at the end of an allocation: at most every
+    /// [`INTERVAL_MS`](crate::publisher::INTERVAL_MS) unless the held memory has changed.
+    pub(crate) fn publish_allocation(&self) {
+        self.report_limit();
+        let has_resumed = aquifer_status::resume();
+        if aquifer_status::is_published()
+            && (has_resumed || self.status.is_due(self.physical.held().now()))
+        {
+            self.publish_now();
+        }
+    }
+
+    fn publish_now(&self) {
+        self.status.record_published(self.physical.held().now());
+        self.status.slot().publish(|| self.published_figures());
+        self.dedicated.publish();
     }
 
     fn published_figures(&self) -> PoolFigures {

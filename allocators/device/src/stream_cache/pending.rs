@@ -11,7 +11,7 @@ use std::{mem, sync::Arc, time::Instant};
 
 /// Number of pending blocks that one call may examine without releasing any, averaged over many
 /// calls.
-const PENDING_PER_SKIPPED_CALL: usize = 256;
+const PENDING_PER_SKIPPED_CALL: usize = 16;
 
 /// How pending blocks are released.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

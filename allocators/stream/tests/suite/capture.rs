@@ -156,22 +156,22 @@ fn a_capture_that_begins_under_a_fence_is_seen_after_the_record() {
 /// The fence sees no capture, and its event is part of the graph all the same.
 #[test]
 fn an_event_whose_capture_ends_before_the_query_is_withdrawn_and_recorded_again() {
-    let poll = |rig: &Rig, s: &Stream, epoch| {
+    type Proof = fn(&Rig, &Stream, u64);
+    let poll: Proof = |rig, s, epoch| {
         s.timeline().poll().unwrap();
         assert!(!s.timeline().is_fenced(epoch) && !s.timeline().is_done(epoch));
         assert_eq!(s.timeline().fence(epoch), Ok(Fence::Recorded), "the next event covers it");
         rig.sim.run_all();
         s.timeline().poll().unwrap();
     };
-    let wait = |_: &Rig, s: &Stream, epoch| assert_eq!(s.timeline().wait(epoch, None), Ok(true));
-    let wait_for = |rig: &Rig, s: &Stream, epoch| {
+    let wait: Proof = |_, s, epoch| assert_eq!(s.timeline().wait(epoch, None), Ok(true));
+    let wait_for: Proof = |rig, s, epoch| {
         let u = rig.lease();
         assert_eq!(u.timeline().wait_for(s.timeline(), epoch), Ok(true));
         u.synchronize().unwrap();
         s.timeline().poll().unwrap();
     };
-    let tries: [&dyn Fn(&Rig, &Stream, u64); 3] = [&poll, &wait, &wait_for];
-    for prove in tries {
+    for prove in [poll, wait, wait_for] {
         let rig = Rig::stepped(2);
         let s = rig.lease();
         rig.launch(&s);

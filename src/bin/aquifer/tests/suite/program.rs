@@ -643,11 +643,11 @@ fn a_replay_is_written_as_a_snapshot_that_is_the_same_program() {
 #[test]
 fn what_is_replayed_is_saved_as_a_trace_that_is_the_same_program() {
     let small = File::new("to-save.csv", SMALL);
-    for trace in [small.path(), "made:sharded,length=0.1".into()] {
+    for trace in [small.path(), "made:sharded,length=0.1"] {
         let file = File::new("saved.csv", "");
         let flags = format!("--device sim --json --streams 3 --save-trace {}", file.path());
         let (first, again) =
-            (json(&replay(&trace, &flags)), json(&replay(file.path(), "--device sim --json")));
+            (json(&replay(trace, &flags)), json(&replay(file.path(), "--device sim --json")));
         for name in ["ops", "allocs", "streams", "peak_live_bytes", "cross_stream_uses"] {
             assert_eq!(first[name], again[name], "{trace}: {name}");
         }
