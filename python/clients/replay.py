@@ -7,14 +7,16 @@ TRACE has the rows of aquifer's traces (`t_us,op,id,bytes,stream`), as a file or
 GPU, PyTorch with nvcc, and for the rows of aquifer its command line, which comes with the wheel.
 
 Both sides do the same: the streams are the same in all rounds; a stream that uses another one's block waits for it first, by an
-event; a block that is freed while another stream still uses it is freed where that use ends, after `record_stream`. Only the
-allocator's calls and these waits are timed, with no other work on the device.
+event; a block that is freed while another stream still uses it is freed where that use ends, after `record_stream`; where memory
+is refused, open uses end early, as if the program waited for them. Only the allocator's calls and these waits are timed, with no
+other work on the device.
 
 memory         the most that was held from the driver in any round, over the peak of live bytes
 ns             an operation, in the round in the middle of those after the first
 first ns       an operation, in the first round
-limit          the smallest limit that completes five rounds, over the peak of live bytes (with --limits)
-ns at limit    an operation there, in the round in the middle of those after the first
+limit          the smallest limit that completes three rounds, over the peak of live bytes (with --limits); aquifer's is searched
+               on the simulated device, and a plan's is its size
+ns at limit    an operation there, in the quicker round after the first; aquifer's at the smallest limit of PyTorch's allocators
 """
 
 import argparse
@@ -31,7 +33,9 @@ import tempfile
 HERE = pathlib.Path(__file__).resolve()
 SETTINGS = {"native": "", "expandable": "expandable_segments:True", "cudaMallocAsync": "backend:cudaMallocAsync"}
 OURS = {"aquifer": [], "aquifer, compact": ["--compact"], "aquifer, plan": ["--plan"]}
-ROUNDS_AT_LIMIT = 5
+ROUNDS_AT_LIMIT = 3
+# What the driver maps at once.
+SLOT = 2 << 20
 # Halvings of the range between what must be too little and what is enough.
 SEARCH = 9
 
@@ -77,6 +81,18 @@ double replay(torch::Tensor ops, torch::Tensor ids, torch::Tensor sizes, torch::
         allocator::raw_delete(block.at);
         block = Live();
     };
+    std::vector<int32_t> lent;
+    auto allocate = [&](int64_t n) {
+        try {
+            return allocator::raw_alloc_with_stream(size[n], streams[stream[n]]);
+        } catch (const c10::OutOfMemoryError&) {
+            if (lent.empty()) throw;
+        }
+        for (int32_t number : lent)
+            if (live[number].at && live[number].user >= 0) end(live[number]);
+        lent.clear();
+        return allocator::raw_alloc_with_stream(size[n], streams[stream[n]]);
+    };
     bool complete = true;
     const auto begun = std::chrono::steady_clock::now();
     try {
@@ -84,12 +100,12 @@ double replay(torch::Tensor ops, torch::Tensor ids, torch::Tensor sizes, torch::
             Live& block = live[id[n]];
             switch (op[n]) {
                 case 0:
-                    block.at = allocator::raw_alloc_with_stream(size[n], streams[stream[n]]);
+                    block.at = allocate(n);
                     block.home = stream[n];
                     break;
                 case 1: end(block); break;
-                case 2: wait(stream[n], block.home); block.user = stream[n]; break;
-                case 3: end(block); break;
+                case 2: wait(stream[n], block.home); block.user = stream[n]; lent.push_back(id[n]); break;
+                case 3: if (block.at) end(block); break;
                 case 4: wait(stream[n], block.home); record(block.at, stream[n]); break;
             }
         }
@@ -194,7 +210,7 @@ def replay_here(paths, rounds, limits):
                 each, _ = play(ROUNDS_AT_LIMIT, middle)
                 low, high = (low, middle) if each else (middle, high)
                 if each:
-                    row.update(limit=middle * total / trace.peak_live, ns_at_limit=statistics.median_low(each[1:]))
+                    row.update(limit=middle * total / trace.peak_live, ns_at_limit=min(each[1:]))
         print(json.dumps(row), flush=True)
 
 
@@ -212,7 +228,7 @@ def of_pytorch(name, arguments, build):
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
 
 
-def of_aquifer(name, arguments, folder):
+def of_aquifer(name, arguments, folder, peers):
     def call(*words):
         ran = subprocess.run([arguments.aquifer, *words, "--json"], capture_output=True, text=True)
         if ran.returncode:
@@ -229,17 +245,18 @@ def of_aquifer(name, arguments, folder):
         cuda = ["replay", path, "--device", "cuda", *flags, "--repeat"]
         said = call(*cuda, str(arguments.rounds))
         each = [one["ns_per_op"] for one in said["rounds"]]
-        row = {"trace": pathlib.Path(path).name.split(".")[0], "peak_live": said["peak_live_bytes"]}
-        row.update(held=said["peak_physical_bytes_of_all_rounds"], first_ns=each[0], ns=statistics.median_low(each[1:]))
+        trace, peak = pathlib.Path(path).name.split(".")[0], said["peak_live_bytes"]
+        held = said["peak_physical_bytes_of_all_rounds"]
+        row = {"trace": trace, "peak_live": peak, "held": held, "first_ns": each[0], "ns": statistics.median_low(each[1:])}
         # A pool that compacts has no other smallest limit than one that does not.
         if arguments.limits and name != "aquifer, compact":
             if plan:
-                limit = -(-top // (2 << 20)) * (2 << 20)
+                limit = -(-top // SLOT) * SLOT
             else:
                 limit = call("replay", path, "--device", "sim", "--fit", "--repeat", str(ROUNDS_AT_LIMIT))["fit_bytes"]
-            said = call(*cuda, str(ROUNDS_AT_LIMIT), "--budget", str(limit))
-            at_limit = statistics.median_low(one["ns_per_op"] for one in said["rounds"][1:])
-            row.update(limit=limit / row["peak_live"], ns_at_limit=at_limit)
+            of_peers = [int(one["limit"] * peak) for one in peers if one["trace"] == trace and "limit" in one]
+            said = call(*cuda, str(ROUNDS_AT_LIMIT), "--budget", str(max(limit, min(of_peers, default=limit))))
+            row.update(limit=limit / peak, ns_at_limit=min(one["ns_per_op"] for one in said["rounds"][1:]))
         rows.append(row)
     return rows
 
@@ -262,11 +279,12 @@ def main():
         return replay_here(arguments.traces, arguments.rounds, arguments.limits)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.only:
+        # PyTorch's first, whose limits are taken for aquifer's times.
+        for name in sorted(arguments.only, key=lambda name: name in OURS):
             if name in OURS and not arguments.aquifer:
                 print(f"left out: {name}, since there is no command line of aquifer on the path", file=sys.stderr)
                 continue
-            found = of_aquifer(name, arguments, folder) if name in OURS else of_pytorch(name, arguments, folder)
+            found = of_aquifer(name, arguments, folder, rows) if name in OURS else of_pytorch(name, arguments, folder)
             rows += [{"allocator": name, **row} for row in found]
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
