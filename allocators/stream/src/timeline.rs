@@ -435,10 +435,10 @@ impl Timeline {
         }
     }
 
-    /// Tells that the stream is about to capture: while it does, no fence closes an epoch. Otherwise
-    /// the first fence in the first capture of a stream closes one without an event. Fences of such
-    /// a stream make one driver call more, and so do those of the legacy default stream, on which a
-    /// record would invalidate the captures that are ordered with it.
+    /// Tells that the stream is about to capture: while it does, no fence closes an epoch.
+    /// Otherwise the first fence in the first capture of a stream closes one without an event.
+    /// Fences of such a stream make one driver call more, and so do those of the legacy default
+    /// stream, on which a record would invalidate the captures that are ordered with it.
     pub fn expect_capture(&self) {
         self.captures.store(true, Ordering::Relaxed);
     }

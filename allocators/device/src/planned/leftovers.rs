@@ -1,6 +1,5 @@
 //! What the planned memory does, drops and reports once its lock is released.
 
-use super::memory::PlannedMemory;
 use crate::{
     base::{
         lazy_box::LazyBox,
@@ -17,15 +16,15 @@ use std::sync::Arc;
 pub(super) struct Leftovers(LazyBox<Lists>);
 
 #[derive(Default)]
-struct Lists {
+pub(super) struct Lists {
     /// Whether the live bytes have risen above their limit, or never change again.
-    must_settle: bool,
+    pub(super) must_settle: bool,
     /// The work that the range waits for before it is given back.
-    retired: Option<PartsWork>,
+    pub(super) retired: Option<PartsWork>,
     frees: Vec<DeferredFree>,
     blocks: Vec<Arc<DriverBlock>>,
     timelines: Vec<Arc<Timeline>>,
-    events: Vec<(EventTicket, Event)>,
+    pub(super) events: Vec<(EventTicket, Event)>,
 }
 
 impl Leftovers {
@@ -69,23 +68,9 @@ impl Leftovers {
         }
     }
 
-    /// Does what is to be done, sends the events, and drops the rest. Called with no lock held.
+    /// Returns what there is, to be dropped with no lock held.
     #[inline]
-    pub(super) fn finish(self, memory: &PlannedMemory) {
-        if !self.0.is_none() {
-            self.do_and_drop(memory);
-        }
-    }
-
-    #[inline(never)]
-    fn do_and_drop(self, memory: &PlannedMemory) {
-        let lists = self.0.or_default();
-        if lists.must_settle {
-            memory.peaks.settle();
-        }
-        if let Some(work) = lists.retired {
-            memory.retire_span(work);
-        }
-        memory.dedicated.send(lists.events);
+    pub(super) fn into_lists(self) -> Option<Lists> {
+        (!self.0.is_none()).then(|| self.0.or_default())
     }
 }

@@ -1,6 +1,9 @@
 //! The range of a plan, its blocks, and when their places can be taken again.
 
-use super::{bindings::StreamBindings, leftovers::Leftovers};
+use super::{
+    bindings::StreamBindings,
+    leftovers::{Leftovers, Lists},
+};
 use crate::{
     Adoption, Block, Request,
     base::{
@@ -21,7 +24,10 @@ use aquifer_core::{Action, PoolStats, Tag, budget::Holding, event::BlockKind};
 use aquifer_driver::Ownership;
 use aquifer_plan::{PlanAnswer, PlanCursor};
 use aquifer_stream::{Stream, StreamPool, Timeline};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::{
+    mem,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+};
 
 /// The memory of a plan. The pool's hook and the live blocks hold references.
 pub(super) struct PlannedMemory {
@@ -32,8 +38,7 @@ pub(super) struct PlannedMemory {
     streams: StreamPool,
     /// Whether a stream may wait on the device for another one.
     waits: bool,
-    /// Above this lock in the order are those of `dedicated` and `peaks`, so neither is called under
-    /// it.
+    /// The locks of `dedicated` and `peaks` come before this one, so neither is called under it.
     state: Mutex<State>,
 }
 
@@ -175,7 +180,7 @@ impl PlannedMemory {
                 None
             }
         };
-        left.finish(self);
+        self.finish(left);
         block
     }
 
@@ -377,7 +382,7 @@ impl PlannedMemory {
     pub(super) fn retire(&self) -> bool {
         let mut left = Leftovers::new();
         let is_retired = self.retire_if_unused(&mut self.state(), &mut left);
-        left.finish(self);
+        self.finish(left);
         is_retired
     }
 
@@ -410,12 +415,25 @@ impl PlannedMemory {
         left.retire(work);
     }
 
-    /// Gives the range to those that retire. Called with no lock held.
-    #[cold]
-    pub(super) fn retire_span(&self, work: PartsWork) {
-        self.dedicated.update_usage(|usage| usage.pending += self.span.bytes);
-        self.span.retire_whole(work, None);
-        self.dedicated.enqueue_retiring(&self.span);
+    /// Does what is left after an operation, with no lock held.
+    #[inline]
+    pub(super) fn finish(&self, left: Leftovers) {
+        if let Some(left) = left.into_lists() {
+            self.finish_lists(left);
+        }
+    }
+
+    #[inline(never)]
+    fn finish_lists(&self, mut left: Lists) {
+        if left.must_settle {
+            self.peaks.settle();
+        }
+        if let Some(work) = left.retired.take() {
+            self.dedicated.update_usage(|usage| usage.pending += self.span.bytes);
+            self.span.retire_whole(work, None);
+            self.dedicated.enqueue_retiring(&self.span);
+        }
+        self.dedicated.send(mem::take(&mut left.events));
     }
 }
 

@@ -35,7 +35,7 @@ impl ReleaseBlock for PlannedMemory {
             state.cursor.free(block.key as u32);
             self.retire_if_unused(state, &mut left);
         }
-        left.finish(self);
+        self.finish(left);
         true
     }
 
@@ -61,7 +61,7 @@ impl ReleaseBlock for PlannedMemory {
             }
             self.retire_if_unused(state, &mut left);
         }
-        left.finish(self);
+        self.finish(left);
     }
 
     fn handles(&self, address: u64, bytes: u64) -> Option<(Vec<Arc<Handle>>, u64)> {
@@ -110,7 +110,7 @@ impl PlannedMemory {
             self.collect_held(state, &mut left);
             self.retire_if_unused(state, &mut left);
         }
-        left.finish(self);
+        self.finish(left);
         outcome
     }
 

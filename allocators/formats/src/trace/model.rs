@@ -171,8 +171,8 @@ impl Trace {
         self.allocations() + self.frees
     }
 
-    /// Writes the blocks and steps as rows of [`TraceFormat::Events`], for other programs. Times are
-    /// the numbers of the steps, since a trace keeps no times.
+    /// Writes the blocks and steps as rows of [`TraceFormat::Events`], for other programs. Times
+    /// are the numbers of the steps, since a trace keeps no times.
     ///
     /// ```
     /// # use aquifer_formats::trace::Trace;
