@@ -213,8 +213,8 @@ impl PlanCursor {
     }
 
     /// As [`PlanCursor::allocate`], if this is the expected block and it comes in the recorded
-    /// order. Otherwise returns `None`, and nothing has changed. A caller that frees blocks late
-    /// asks this first, and frees what it can only if the answer is `None`.
+    /// order within a step. Otherwise returns `None`, and nothing has changed. A caller that frees
+    /// blocks late asks this first, and frees what it can only if the answer is `None`.
     #[inline]
     pub fn allocate_expected(&mut self, bytes: u64, stream: u32) -> Option<PlanAnswer> {
         let next = self.plan.blocks().get(self.expected as usize)?;
@@ -222,11 +222,12 @@ impl PlanCursor {
             && next.stream == stream
             && self.is_waiting(self.expected)
             && !self.is_dropped()
+            && !self.ends_step()
             && self.is_in_order(self.expected);
         if !is_next {
             return None;
         }
-        self.count_step();
+        self.step_allocations += 1;
         Some(self.place(self.expected, true))
     }
 
@@ -348,10 +349,16 @@ impl PlanCursor {
         }
     }
 
-    /// Counts an allocation. Without word from the program, a step is as many as the plan has.
+    /// Returns whether the next allocation begins a step. Without word from the program, a step is
+    /// as many as the plan has.
     #[inline]
+    fn ends_step(&self) -> bool {
+        self.step_allocations >= self.states.len() as u64
+    }
+
+    /// Counts an allocation.
     fn count_step(&mut self) {
-        if self.step_allocations >= self.states.len() as u64 {
+        if self.ends_step() {
             self.end_step();
         }
         self.step_allocations += 1;

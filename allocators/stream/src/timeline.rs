@@ -605,17 +605,26 @@ impl Timeline {
                 self.check_not_capturing()?;
                 self.driver.stream_wait_event(self.raw, event.raw)
             };
-            drop(event);
-            match queued {
-                Ok(()) => {
-                    self.wait_cache.record(other.serial, proved);
-                    return Ok(true);
-                }
-                // Fenced again, once, after the capture.
-                Err(refused) => other.withdraw_captured(proved, refused, is_first)?,
+            let Err(refused) = queued else {
+                drop(event);
+                self.wait_cache.record(other.serial, proved);
+                return Ok(true);
+            };
+            if !is_first || !other.is_captured(&event) {
+                return Err(self.driver_error(refused));
             }
+            // Fenced again, once, after the capture.
+            drop(other.epochs.withdraw(proved));
             is_first = false;
         }
+    }
+
+    /// Returns whether the driver refuses a query of an event because it is part of a graph.
+    #[cold]
+    fn is_captured(&self, event: &OwnedEvent) -> bool {
+        let _relaxed = Relaxed::enter(&*self.driver);
+        let queried = self.driver.event_query(event.raw);
+        queried.is_err_and(|refused| CAPTURED_EVENT.contains(&refused.code))
     }
 
     /// Makes this stream wait for all that `other` has captured so far (`cuEventRecord`,

@@ -196,14 +196,25 @@ fn an_event_that_the_driver_refuses_again_and_again_is_an_error_and_no_endless_l
     for code in [907, 1] {
         let rig = Rig::stepped(2);
         let (s, u) = (rig.lease(), rig.lease());
-        rig.launch(&s);
         let epoch = s.timeline().open();
+        rig.launch(&s);
+        assert_eq!(s.timeline().fence(epoch), Ok(Fence::Recorded));
+        // A refusal that is not the event's leaves the event.
+        rig.sim.fail(Call::StreamWaitEvent, 1, code);
+        let waited = u.timeline().wait_for(s.timeline(), epoch);
+        assert!(matches!(waited, Err(MemoryError::Driver(_))));
+        assert!(s.timeline().is_fenced(epoch));
+        assert_eq!(rig.made(Call::EventRecord), 1);
         for nth in [1, 2] {
-            rig.sim.fail(Call::EventSynchronize, nth, code);
             rig.sim.fail(Call::StreamWaitEvent, nth, code);
+            rig.sim.fail(Call::EventQuery, nth, code);
         }
+        let waited = u.timeline().wait_for(s.timeline(), epoch);
+        assert!(matches!(waited, Err(MemoryError::Driver(_))));
+        assert_eq!(rig.made(Call::EventRecord), 2, "it was withdrawn once");
+        rig.sim.fail(Call::EventSynchronize, 1, code);
+        rig.sim.fail(Call::EventSynchronize, 2, code);
         assert!(matches!(s.timeline().wait(epoch, None), Err(MemoryError::Driver(_))));
-        assert!(matches!(u.timeline().wait_for(s.timeline(), epoch), Err(MemoryError::Driver(_))));
         assert_eq!(u.timeline().wait_for(s.timeline(), epoch), Ok(true));
         assert_eq!(s.timeline().wait(epoch, None), Ok(true));
     }
