@@ -67,10 +67,9 @@ pub struct PoolConfig {
     /// Bytes of every physical handle, rounded up to the device's granularity. 0 selects from the
     /// granularity, usually 2 MiB, up to 64 MiB, by how much memory is left to take. Default: 0.
     pub handle_bytes: u64,
-    /// Bounds held memory by 17/16 of the peak in use. A block above 1 MiB that would exceed it
-    /// takes memory from other streams, with a wait on the device if necessary, and free memory
-    /// moves to where it is missing, at about 40 µs for each handle. Memory that cannot move, and
-    /// smaller blocks, may still exceed it.
+    /// Bounds held memory by 17/16 of the peak in use. A block that would exceed it takes memory
+    /// from other streams, with a wait on the device if necessary, and free memory moves to where
+    /// it is missing, at about 40 µs for each handle. Memory that cannot move may still exceed it.
     ///
     /// Handles are small from the start, since a live block keeps its whole handle in place. The
     /// first use of memory therefore takes about 15 ms a GiB instead of 1 to 2, except for blocks

@@ -34,11 +34,14 @@
 //!   every round. So before a block above 1 MiB would raise what they hold above twelve eighths
 //!   of the high-water mark, all idle handles that can be moved are moved under it.
 //! - **A pool that compacts has a lower bound**: 17/16 of the high-water mark, with any number of
-//!   streams. A block above 1 MiB that would exceed it takes what is free anywhere, also with a
-//!   wait for other streams, and idle handles move under it for the rest. If a handle then moves
-//!   for more than one of 16 blocks, blocks of several streams above the small sizes come from the
-//!   shared free list, since a slow path costs less than a move. That ends once less is held than
-//!   the high-water mark, after a trim.
+//!   streams and for blocks of any size. A block that would exceed it takes what is free anywhere,
+//!   also with a wait for other streams, and idle handles move under it for the rest. Small blocks
+//!   count: sixteen streams that each take new slots for them would hold a quarter more. They take
+//!   whole slots of other streams before pieces, or streams that allocate at the same time would
+//!   take pieces from each other forever. If a handle then moves for more than one of 16 blocks,
+//!   blocks of several streams above the small sizes come from the shared free list, since a slow
+//!   path costs less than a move. That ends once less is held than the high-water mark, after a
+//!   trim.
 
 use crate::base::policy_params::{policy, sixteenths};
 use aquifer_core::Budget;
@@ -72,6 +75,8 @@ pub(crate) enum GrowthOrder {
     /// Like `ReuseFirst`, but memory grows up to the bound of a pool that compacts, and idle
     /// handles are moved for the rest.
     WithinBound,
+    /// As `WithinBound`, for a block of at most 1 MiB: whole free slots come first.
+    SmallWithinBound,
 }
 
 /// The choice among otherwise equal places for a block.
@@ -171,8 +176,11 @@ impl SharingPolicy {
 
     /// Returns the search order for a stream that has no room for `bytes`.
     pub(crate) fn growth_order(&self, bytes: u64) -> GrowthOrder {
-        if self.grows_within_bound(bytes) {
-            return GrowthOrder::WithinBound;
+        if self.compacts && self.room_below_bound(bytes) < bytes {
+            return match bytes > policy().unbounded_max {
+                true => GrowthOrder::WithinBound,
+                false => GrowthOrder::SmallWithinBound,
+            };
         }
         if self.exceeds_bound(bytes) {
             return GrowthOrder::CompactFirst;
@@ -197,12 +205,6 @@ impl SharingPolicy {
             _ if held < sixteenths(high, policy().compact_from) => GrowthOrder::ReuseFirst,
             _ => GrowthOrder::CompactFirst,
         }
-    }
-
-    /// Returns whether new memory for a block of `bytes` would exceed the bound of a pool that
-    /// compacts.
-    fn grows_within_bound(&self, bytes: u64) -> bool {
-        self.compacts && bytes > policy().unbounded_max && self.room_below_bound(bytes) < bytes
     }
 
     /// Returns the bytes of new memory that a block of `bytes` may take in a pool that compacts,
@@ -478,7 +480,10 @@ mod tests {
         let step = |live: u64, free: u64, bytes: u64, streams: u64| {
             let each = CacheFootprint { live: live / streams, free: 0 };
             policy.update(&budget, &vec![each; streams as usize], free);
-            policy.growth_order(bytes) == GrowthOrder::WithinBound
+            matches!(
+                policy.growth_order(bytes),
+                GrowthOrder::WithinBound | GrowthOrder::SmallWithinBound
+            )
         };
         let below = high - 2 * MIB;
         for streams in [1, 2] {
@@ -486,7 +491,9 @@ mod tests {
             assert!(!step(below, 100 * MIB, 2 * MIB, streams));
             assert!(step(below, 101 * MIB, 2 * MIB, streams));
             assert_eq!(policy.room_below_bound(2 * MIB), MIB);
-            assert!(!step(below, 101 * MIB, MIB, streams), "a small block");
+            assert!(!step(below, 101 * MIB, MIB / 2, streams), "it fits");
+            assert!(step(high, 100 * MIB + 1, 1, streams), "a small block");
+            assert_eq!(policy.growth_order(1), GrowthOrder::SmallWithinBound);
             // A block that raises the peak raises the bound.
             assert!(!step(high, 100 * MIB, 2 * MIB, streams));
             assert!(step(high, 101 * MIB, 2 * MIB, streams));

@@ -52,7 +52,8 @@ use std::{
     time::{Duration, Instant},
 };
 use steps::{
-    COMPACT_FIRST, GROW, GROW_FIRST, REUSE_FIRST, SHARED_FIRST, SHARED_ONLY, Step, WITHIN_BOUND,
+    COMPACT_FIRST, GROW, GROW_FIRST, REUSE_FIRST, SHARED_FIRST, SHARED_ONLY, SMALL_WITHIN_BOUND,
+    Step, WITHIN_BOUND,
 };
 
 /// How many times moves of other threads are waited for before a request is refused.
@@ -285,6 +286,7 @@ impl PoolCore {
             return Ok(Some(block));
         }
         let steps = match self.sharing_policy.growth_order(request.size()) {
+            GrowthOrder::SmallWithinBound => SMALL_WITHIN_BOUND,
             GrowthOrder::WithinBound => WITHIN_BOUND,
             _ if shares_all => SHARED_ONLY,
             GrowthOrder::GrowFirst => GROW_FIRST,

@@ -61,8 +61,8 @@ policy_params! {
     /// Large blocks come from the shared free list once these sixteenths of the high-water mark are
     /// held: large holes against slow paths.
     surplus: 20,
-    /// Up to this size, blocks of several streams take new memory without a bound: fewer slow paths
-    /// against less held memory.
+    /// Up to this size, blocks of several streams take new memory without a bound, or whole slots in
+    /// a pool that compacts: fewer slow paths against less held memory.
     unbounded_max: MIB,
     /// Blocks above `unbounded_max` come from the shared free list once several streams hold these
     /// sixteenths of the high-water mark: fewer gaps against slow paths.
@@ -70,7 +70,7 @@ policy_params! {
     /// Handles move under a block above `unbounded_max` before several streams hold more than these
     /// sixteenths of the high-water mark: less held memory against moves.
     bound: 24,
-    /// A pool that compacts moves handles under such a block before it holds more than these
+    /// A pool that compacts moves handles under a block of any size before it holds more than these
     /// sixteenths of the high-water mark, with any number of streams: less held memory against
     /// moves.
     compact_bound: 17,

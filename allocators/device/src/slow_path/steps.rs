@@ -13,8 +13,8 @@
 //!   [`SHARED_ONLY`] are never chosen.
 //! - Without [`Adoption::Wait`], and for a stream that is isolated or captures, [`Step::Wait`] and
 //!   all searches in memory that is still in use are skipped.
-//! - With [`PoolConfig::compact`], [`WITHIN_BOUND`] is chosen where new memory would exceed the
-//!   bound of what is held.
+//! - With [`PoolConfig::compact`], [`WITHIN_BOUND`] or [`SMALL_WITHIN_BOUND`] is chosen where new
+//!   memory would exceed the bound of what is held.
 //!
 //! [grows as a whole]: crate::sharing_policy::SharingPolicy::grows_whole_blocks
 //! [`Adoption::Never`]: crate::Adoption::Never
@@ -156,6 +156,22 @@ pub(super) const WITHIN_BOUND: &[Step] = &[
     Step::Wait,
     Step::FromAll(ADOPT_IN_USE),
     Step::FromAll(GROW_IN_BOUND),
+    Step::FromAll(ALL_IN_BOUND),
+    Step::FromAll(MOVE_IN_USE_AND_GROW),
+    Step::FromAll(MOVE_AND_GROW),
+];
+
+/// As [`WITHIN_BOUND`], for small blocks: a slot serves many of them.
+///
+/// The order: whole free slots of all caches, so that the next small blocks of the stream find room
+/// in its own; free pieces; new memory up to the bound, and handles from under free memory for the
+/// rest; only then memory that is still in use, and the rest of [`WITHIN_BOUND`].
+pub(super) const SMALL_WITHIN_BOUND: &[Step] = &[
+    Step::FromAll(ADOPT),
+    Step::FromAll(ADOPT_UNITS),
+    Step::FromAll(GROW_IN_BOUND),
+    Step::Wait,
+    Step::FromAll(ADOPT_IN_USE),
     Step::FromAll(ALL_IN_BOUND),
     Step::FromAll(MOVE_IN_USE_AND_GROW),
     Step::FromAll(MOVE_AND_GROW),

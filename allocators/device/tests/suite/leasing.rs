@@ -602,3 +602,35 @@ fn a_pool_that_compacts_holds_no_more_than_its_bound() {
         assert!(without > 0, "{streams} streams: the bound is never reached");
     }
 }
+
+/// While one stream grows, the other shrinks, so each needs what the other has just freed.
+#[test]
+fn small_blocks_of_streams_that_grow_in_turn_stay_within_the_bound_and_rarely_change_caches() {
+    const EACH: usize = 4000;
+    let rounds = |compact| {
+        let rig = Rig::on(Sim::h200(1).symbolic(), 100_000, |config| config.compact = compact);
+        let [a, b] = [rig.stream(), rig.stream()];
+        let ask = |on: &Stream, n: usize| {
+            rig.pool.alloc(on, Request::bytes(4096 + 512 * (n as u64 % 24))).unwrap()
+        };
+        let (mut of_a, mut of_b) = (Vec::new(), Vec::new());
+        for _ in 0..8 {
+            for n in 0..EACH {
+                of_a.push(ask(&a, n));
+                of_b.pop();
+            }
+            for n in 0..EACH {
+                of_b.push(ask(&b, n));
+                of_a.pop();
+            }
+        }
+        rig.assert_silent();
+        rig.pool.stats()
+    };
+    let stats = rounds(true);
+    assert!(stats.peak_physical * 16 <= stats.peak_live * 17, "{stats:?}");
+    assert!(stats.adoptions * 100 < stats.allocations, "{stats:?}");
+    assert_eq!(stats.moves, 0);
+    let stats = rounds(false);
+    assert!(stats.peak_physical * 2 > stats.peak_live * 3, "there is a bound to keep: {stats:?}");
+}
