@@ -61,8 +61,8 @@ policy_params! {
     /// Large blocks come from the shared free list once these sixteenths of the high-water mark are
     /// held: large holes against slow paths.
     surplus: 20,
-    /// Up to this size, blocks of several streams take new memory without a bound, or whole slots in
-    /// a pool that compacts: fewer slow paths against less held memory.
+    /// Up to this size, blocks of several streams take new memory without a bound, or whole slots
+    /// in a pool that compacts: fewer slow paths against less held memory.
     unbounded_max: MIB,
     /// Blocks above `unbounded_max` come from the shared free list once several streams hold these
     /// sixteenths of the high-water mark: fewer gaps against slow paths.
