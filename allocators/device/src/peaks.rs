@@ -74,7 +74,9 @@ const SLACK: u64 = 1 << 20;
 pub(crate) type CacheList = RwLock<Vec<&'static StreamCache>>;
 
 /// A part of a pool that counts under a lock of its own, outside of the caches. It settles by
-/// [`PoolPeaks::settle`], which it calls without that lock.
+/// [`PoolPeaks::settle`], which it calls without that lock. Its drop takes no lock and makes no
+/// driver call: the last reference may be dropped under the lock of an owner of
+/// [`LiveUsage`](crate::base::usage::LiveUsage).
 pub(crate) trait PeakPart: Send + Sync {
     /// Calls `visit` under the lock of the part, with its live bytes.
     fn with_bounds(&self, visit: &mut dyn FnMut(LiveBytes, &mut PartBounds));
@@ -134,8 +136,7 @@ impl PoolPeaks {
         debug_assert!(added.is_ok(), "a second part");
     }
 
-    /// Returns the part with a lock of its own. The caller drops it with no lock held, since it may
-    /// be the last reference.
+    /// Returns the part with a lock of its own.
     fn part(&self) -> Option<Arc<dyn PeakPart>> {
         self.part.get().and_then(Weak::upgrade)
     }
@@ -236,14 +237,11 @@ impl PoolPeaks {
 
 impl JointPeak for PoolPeaks {
     fn add(&self, bytes: LiveBytes) {
-        // Dropped after the lock is released.
-        let part;
         let mut state = self.state();
         state.outside += bytes;
         let now = state.outside;
         if !state.outside_bounds.raise(now) {
-            part = self.part();
-            self.settle_with(&mut state, part.as_deref(), false);
+            self.settle_with(&mut state, self.part().as_deref(), false);
         }
     }
 

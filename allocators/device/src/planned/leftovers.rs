@@ -2,6 +2,7 @@
 
 use crate::{
     base::{
+        extent::UntilFree,
         lazy_box::LazyBox,
         pending::{DeferredFree, PartsWork},
     },
@@ -19,8 +20,8 @@ pub(super) struct Leftovers(LazyBox<Lists>);
 pub(super) struct Lists {
     /// Whether the live bytes have risen above their limit, or never change again.
     pub(super) must_settle: bool,
-    /// The work that the range waits for before it is given back.
-    pub(super) retired: Option<PartsWork>,
+    /// The work that the range waits for before it is given back, and what is dropped then.
+    pub(super) retired: Option<(PartsWork, UntilFree)>,
     frees: Vec<DeferredFree>,
     blocks: Vec<Arc<DriverBlock>>,
     timelines: Vec<Arc<Timeline>>,
@@ -38,9 +39,9 @@ impl Leftovers {
         self.0.get_or_default().must_settle = true;
     }
 
-    /// Gives the range back when `work` is over, and settles the peaks.
-    pub(super) fn retire(&mut self, work: PartsWork) {
-        self.0.get_or_default().retired = Some(work);
+    /// Gives the range back and drops `until_free` when `work` is over, and settles the peaks.
+    pub(super) fn retire(&mut self, work: PartsWork, until_free: UntilFree) {
+        self.0.get_or_default().retired = Some((work, until_free));
         self.settle();
     }
 

@@ -9,7 +9,7 @@ use crate::{
     base::{
         dependencies::StreamDeps,
         driver::check_stream_device,
-        extent::PackedRequest,
+        extent::{PackedRequest, UntilFree},
         live_bytes::LiveBytes,
         part_bounds::PartBounds,
         pending::{DeferredFree, PartsWork},
@@ -38,9 +38,16 @@ pub(super) struct PlannedMemory {
     streams: StreamPool,
     /// Whether a stream may wait on the device for another one.
     waits: bool,
-    /// The locks of `dedicated` and `peaks` come before this one, so neither is called under it.
-    state: Mutex<State>,
+    state: Arc<LockedState>,
 }
+
+/// The state behind its lock. The locks of `dedicated` and `peaks` come before it, so neither is
+/// called under it.
+///
+/// The peaks look at it by a reference of their own, which may be the last one, under these locks.
+/// The range has been given back by then, and the state has no block and no stream left, whose drop
+/// could call the driver.
+struct LockedState(Mutex<State>);
 
 pub(super) struct State {
     pub(super) cursor: PlanCursor,
@@ -119,32 +126,32 @@ impl Place {
 impl PlannedMemory {
     pub(super) fn new(core: &PoolCore, span: Arc<Span>, cursor: PlanCursor) -> Arc<Self> {
         let blocks = cursor.plan().blocks().len();
-        let memory = Arc::new(Self {
+        let state = Arc::new(LockedState(Mutex::new(State {
+            cursor,
+            places: std::iter::repeat_with(Place::default).take(blocks).collect(),
+            streams: StreamBindings::default(),
+            held: Vec::new(),
+            usage: LiveUsage::default(),
+            bounds: PartBounds::default(),
+            by_tag: TagHoldings::default(),
+            pending: 0,
+            is_closed: false,
+            is_released: false,
+        })));
+        let part: Weak<LockedState> = Arc::downgrade(&state);
+        core.peaks.add_part(part);
+        Arc::new(Self {
             dedicated: core.dedicated.clone(),
             span,
             peaks: core.peaks.clone(),
             streams: core.streams().clone(),
             waits: core.config.adoption == Adoption::Wait,
-            state: Mutex::new(State {
-                cursor,
-                places: std::iter::repeat_with(Place::default).take(blocks).collect(),
-                streams: StreamBindings::default(),
-                held: Vec::new(),
-                usage: LiveUsage::default(),
-                bounds: PartBounds::default(),
-                by_tag: TagHoldings::default(),
-                pending: 0,
-                is_closed: false,
-                is_released: false,
-            }),
-        });
-        let part: Weak<Self> = Arc::downgrade(&memory);
-        core.peaks.add_part(part);
-        memory
+            state,
+        })
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Returns the bytes of the range.
@@ -386,7 +393,8 @@ impl PlannedMemory {
         is_retired
     }
 
-    /// Returns whether the range can be given back: the plan is dropped, and no block lives.
+    /// Returns whether the range can be given back: the plan is dropped, and no block lives. Freed
+    /// ones may be held.
     pub(super) fn is_unused(&self) -> bool {
         self.state().is_unused()
     }
@@ -404,7 +412,18 @@ impl PlannedMemory {
     #[cold]
     fn retire_unused(&self, state: &mut State, left: &mut Leftovers) {
         state.is_released = true;
-        let mut work = PartsWork::default();
+        let (mut work, mut until_free) = (PartsWork::default(), UntilFree::default());
+        for mut block in mem::take(&mut state.held) {
+            state.pending -= block.bytes;
+            state.cursor.free(block.key as u32);
+            let parts = mem::take(&mut block.work).into_parts();
+            work.own.extend(parts.own);
+            work.uses.extend(parts.uses);
+            if let Some(values) = block.until_free.take() {
+                until_free.get_or_insert_default().extend(*values);
+            }
+            left.add_free(block);
+        }
         for place in &mut state.places {
             work.own.extend(place.work().filter(|(on, epoch)| !on.is_done(*epoch)));
             left.add_block(place.block.take());
@@ -412,7 +431,7 @@ impl PlannedMemory {
         }
         work.own = crate::base::dependencies::latest(work.own.into_vec()).into();
         state.streams.take().into_iter().for_each(|on| left.add_timeline(Some(on)));
-        left.retire(work);
+        left.retire(work, until_free);
     }
 
     /// Does what is left after an operation, with no lock held.
@@ -428,18 +447,24 @@ impl PlannedMemory {
         if left.must_settle {
             self.peaks.settle();
         }
-        if let Some(work) = left.retired.take() {
+        if let Some((work, until_free)) = left.retired.take() {
             self.dedicated.update_usage(|usage| usage.pending += self.span.bytes);
-            self.span.retire_whole(work, None);
+            self.span.retire_whole(work, until_free);
             self.dedicated.enqueue_retiring(&self.span);
         }
         self.dedicated.send(mem::take(&mut left.events));
     }
 }
 
-impl PeakPart for PlannedMemory {
+impl LockedState {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl PeakPart for LockedState {
     fn with_bounds(&self, visit: &mut dyn FnMut(LiveBytes, &mut PartBounds)) {
-        let state = &mut *self.state();
+        let state = &mut *self.lock();
         visit(state.usage.now(), &mut state.bounds);
     }
 }
@@ -447,7 +472,9 @@ impl PeakPart for PlannedMemory {
 impl State {
     #[inline]
     fn is_unused(&self) -> bool {
-        (self.is_closed || self.cursor.is_dropped()) && !self.is_released && self.cursor.live() == 0
+        (self.is_closed || self.cursor.is_dropped())
+            && !self.is_released
+            && self.cursor.live() as usize == self.held.len()
     }
 }
 

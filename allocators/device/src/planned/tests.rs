@@ -468,6 +468,30 @@ fn blocks_outlive_their_pool_and_the_last_one_gives_the_range_back() {
     assert!(sim.violations().is_empty());
 }
 
+/// Freed blocks are looked at when a place is missed, so some are held when the pool closes.
+#[test]
+fn a_pool_that_closes_with_held_blocks_gives_the_range_back_when_their_uses_are_over() {
+    for is_over_before in [true, false] {
+        let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 0)];
+        let rig = Rig::new(&blocks, 2, 2 * MIB);
+        let held = rig.pool.alloc(&rig.streams[0], Request::bytes(MIB)).unwrap();
+        let used = held.prepare(&rig.streams[1], Access::Write).unwrap();
+        rig.write(&rig.streams[1], &held);
+        used.finish().unwrap();
+        drop(held);
+        assert_eq!(rig.pool.stats().pending, MIB);
+        let Rig { sim, budget, pool, streams, .. } = rig;
+        if is_over_before {
+            sim.run_all();
+        }
+        drop(pool);
+        sim.run_all();
+        drop(streams);
+        assert!(sim.violations().is_empty());
+        assert_eq!((budget.used(), sim.outstanding().handles), (0, 0), "{is_over_before}");
+    }
+}
+
 #[test]
 fn a_stream_takes_the_place_of_one_that_has_ended() {
     let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 0), block(MIB, 4, 5, 0)];
