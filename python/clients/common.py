@@ -9,7 +9,16 @@ import statistics as stat
 import sys
 import time
 
-ALLOCATORS = ("native", "expandable", "cudaMallocAsync")
+# What PyTorch's setting says for each of its allocators.
+SETTINGS = {"native": None, "expandable": "expandable_segments:True", "cudaMallocAsync": "backend:cudaMallocAsync"}
+
+
+def choose(allocator, environment):
+    """Sets PyTorch's variables for one of its own allocators. PyTorch reads them when it is imported."""
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environment.pop(variable, None)
+        if SETTINGS.get(allocator):
+            environment[variable] = SETTINGS[allocator]
 
 
 def start(program: str):
@@ -18,18 +27,13 @@ def start(program: str):
     Under `python -m aquifer_torch` the allocator is aquifer, and the program needs no line for it.
     """
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--allocator", choices=ALLOCATORS, default="native", help="of PyTorch's own")
+    parser.add_argument("--allocator", choices=SETTINGS, default="native", help="of PyTorch's own")
     parser.add_argument("--steps", type=int, help="how many, in place of the program's own number")
     arguments = parser.parse_args()
     arguments.program = program
-    settings = {"expandable": "expandable_segments:True", "cudaMallocAsync": "backend:cudaMallocAsync"}
     if "AQUIFER_TORCH" in os.environ:
         arguments.allocator = "aquifer"
-    if arguments.allocator in settings:
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = settings[arguments.allocator]
-    else:
-        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-        os.environ.pop("PYTORCH_ALLOC_CONF", None)
+    choose(arguments.allocator, os.environ)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     # A rank of several sees its own device only. PyTorch reads the variable when it first uses CUDA.
     if "LOCAL_RANK" in os.environ:

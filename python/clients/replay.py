@@ -30,8 +30,9 @@ import subprocess
 import sys
 import tempfile
 
+from common import SETTINGS, choose
+
 HERE = pathlib.Path(__file__).resolve()
-SETTINGS = {"native": "", "expandable": "expandable_segments:True", "cudaMallocAsync": "backend:cudaMallocAsync"}
 OURS = {"aquifer": [], "aquifer, compact": ["--compact"], "aquifer, plan": ["--plan"]}
 ROUNDS_AT_LIMIT = 3
 # What the driver maps at once.
@@ -39,7 +40,7 @@ SLOT = 2 << 20
 # Halvings of the range between what must be too little and what is enough.
 SEARCH = 9
 
-# What happens to a block, as the numbers of OPS in SOURCE.
+# What happens to a block: the cases in SOURCE.
 ALLOCATE, FREE, LEND, COMPLETE, USE = range(5)
 
 SOURCE = r"""
@@ -203,7 +204,7 @@ def replay_here(paths, rounds, limits):
         each, held = play(rounds)
         row = {"trace": trace.name, "peak_live": trace.peak_live, "held": held, "first_ns": each[0], "ns": statistics.median_low(each[1:])}
         # cudaMallocAsync counts the bytes in use against its limit, not what it holds.
-        if limits and "backend" not in SETTINGS[os.environ["REPLAY_ALLOCATOR"]]:
+        if limits and os.environ["REPLAY_ALLOCATOR"] != "cudaMallocAsync":
             low, high = trace.peak_live / total * 0.995, min(1.0, held / total * 1.002)
             for _ in range(SEARCH):
                 middle = (low + high) / 2
@@ -216,10 +217,7 @@ def replay_here(paths, rounds, limits):
 
 def of_pytorch(name, arguments, build):
     environment = {**os.environ, "REPLAY_ALLOCATOR": name, "REPLAY_BUILD": build}
-    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        environment[variable] = SETTINGS[name]
-        if not SETTINGS[name]:
-            del environment[variable]
+    choose(name, environment)
     command = [sys.executable, str(HERE), *arguments.traces, "--rounds", str(arguments.rounds)]
     command += ["--limits"] if arguments.limits else []
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -402,7 +402,7 @@ impl<S: DriverSource> DriverAllocator<S> {
     }
 
     pub(crate) fn stats(&self) -> PoolStats {
-        let _ = aquifer_status::resume();
+        aquifer_status::resume();
         // Asked before the lock is taken, since it may call the driver.
         let reserved = self.source.reserved();
         let mut state = self.state();

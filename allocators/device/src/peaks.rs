@@ -51,7 +51,7 @@
 //!
 //! | pool | parts |
 //! |---|---|
-//! | caches serve blocks | each cache; the memory of a plan; stable, parkable, reserved and graph memory |
+//! | caches serve blocks | each cache; a plan; stable, parkable, reserved and graph memory |
 //! | [bypass](crate::PoolConfig::bypass) | the driver's allocations and the same memory |
 //! | [debugging](crate::PoolConfig::debug) | what users have, and the same memory |
 //!

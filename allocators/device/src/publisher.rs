@@ -2,21 +2,11 @@
 
 use crate::checked::CheckedPool;
 use aquifer_driver::{DeviceInfo, Driver};
-use aquifer_status::{PoolKind, PoolSlot, SlotDescription};
-use nix::time::{ClockId, clock_gettime};
+use aquifer_status::{PoolKind, PoolSlot, PublishTimer, SlotDescription};
 use std::sync::{
     Arc, OnceLock, Weak,
     atomic::{AtomicU64, Ordering},
 };
-
-/// The least time between two publications by allocations that change no held memory.
-pub(crate) const INTERVAL_MS: u64 = 10;
-
-/// Returns the time in milliseconds, by the kernel's tick, which is cheap to read.
-fn now_ms() -> u64 {
-    clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE)
-        .map_or(0, |time| time.tv_sec() as u64 * 1000 + time.tv_nsec() as u64 / 1_000_000)
-}
 
 /// The pool's slot, and whose figures it has.
 pub(crate) struct PoolPublisher {
@@ -26,7 +16,7 @@ pub(crate) struct PoolPublisher {
     is_checked: bool,
     checked: OnceLock<Weak<CheckedPool>>,
     /// When the figures were last published, and the physical bytes then.
-    published_ms: AtomicU64,
+    timer: PublishTimer,
     published_bytes: AtomicU64,
 }
 
@@ -34,21 +24,20 @@ impl PoolPublisher {
     pub(crate) fn new(driver: &dyn Driver, info: &DeviceInfo, is_checked: bool) -> Self {
         let description = describe(driver, info, PoolKind::Device, &info.name);
         let slot = Arc::new(PoolSlot::open(description));
-        let (published_ms, published_bytes) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { slot, is_checked, checked: OnceLock::new(), published_ms, published_bytes }
+        let (timer, published_bytes) = (PublishTimer::new(), AtomicU64::new(0));
+        Self { slot, is_checked, checked: OnceLock::new(), timer, published_bytes }
     }
 
     /// Records that the figures are published with these physical bytes.
     pub(crate) fn record_published(&self, physical: u64) {
-        self.published_ms.store(now_ms(), Ordering::Relaxed);
+        self.timer.restart();
         self.published_bytes.store(physical, Ordering::Relaxed);
     }
 
     /// Returns whether figures with these physical bytes are to be published: the bytes have
     /// changed, or it is long enough ago.
     pub(crate) fn is_due(&self, physical: u64) -> bool {
-        let since = || now_ms().wrapping_sub(self.published_ms.load(Ordering::Relaxed));
-        self.published_bytes.load(Ordering::Relaxed) != physical || since() >= INTERVAL_MS
+        self.published_bytes.load(Ordering::Relaxed) != physical || self.timer.is_due()
     }
 
     pub(crate) fn slot(&self) -> &PoolSlot {
@@ -106,6 +95,8 @@ mod tests {
     use aquifer_driver::{DeviceId, sim::Sim};
     use std::{thread, time::Duration};
 
+    const INTERVAL_MS: u64 = 10;
+
     #[test]
     fn figures_are_due_when_held_memory_has_changed_or_after_the_interval() {
         let driver = Sim::h200(1).driver();
@@ -119,6 +110,5 @@ mod tests {
         assert!(!is_due || begun.elapsed() > Duration::from_millis(INTERVAL_MS / 2));
         thread::sleep(Duration::from_millis(3 * INTERVAL_MS));
         assert!(publisher.is_due(4096));
-        publisher.record_published(4096);
     }
 }

@@ -12,6 +12,7 @@
 //! | `publication` | the file of this process, from its creation to its end |
 //! | `sequence` | the protocol by which readers get consistent figures |
 //! | `slot` | the figures of one pool, written by slow paths |
+//! | `timer` | how often a slow path writes them |
 //! | `kind` | the kinds of pools |
 //! | `text` | texts in words |
 //! | `claim` | the lines that caches have claimed |
@@ -50,6 +51,7 @@ mod state;
 #[cfg(feature = "opentelemetry")]
 mod telemetry;
 pub mod text;
+mod timer;
 
 pub use claim::{claim_line, is_shown};
 pub use error::{FileFault, StatusError};
@@ -61,3 +63,4 @@ pub use slot::{PoolFigures, PoolSlot, SlotDescription, tightest_limit};
 pub use state::is_published;
 #[cfg(feature = "opentelemetry")]
 pub use telemetry::register_metrics;
+pub use timer::PublishTimer;

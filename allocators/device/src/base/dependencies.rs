@@ -20,16 +20,22 @@ pub(crate) fn is_done_except(deps: &StreamDeps, own: Option<&Arc<Timeline>>) -> 
     deps.iter().all(|(timeline, epoch)| is_own(timeline) || timeline.is_done(*epoch))
 }
 
+/// Raises the epoch of a stream to `epoch` in a list of streams. Returns whether it is in the list.
+/// The latest epoch of a stream covers all others.
+pub(crate) fn raise(list: &mut [(Arc<Timeline>, u64)], on: &Arc<Timeline>, epoch: u64) -> bool {
+    let known = list.iter_mut().find(|(other, _)| Arc::ptr_eq(other, on));
+    known.is_some_and(|(_, last)| {
+        *last = epoch.max(*last);
+        true
+    })
+}
+
 /// Merges the dependencies `more` into `deps`, without those that are done.
 pub(crate) fn merge_deps(deps: &mut StreamDeps, more: StreamDeps) {
     deps.retain(|(timeline, epoch)| !timeline.is_done(*epoch));
     for (timeline, epoch) in more {
-        if timeline.is_done(epoch) {
-            continue;
-        }
-        match deps.iter_mut().find(|(other, _)| Arc::ptr_eq(other, &timeline)) {
-            Some((_, latest)) => *latest = (*latest).max(epoch),
-            None => deps.push((timeline, epoch)),
+        if !timeline.is_done(epoch) && !raise(deps, &timeline, epoch) {
+            deps.push((timeline, epoch));
         }
     }
 }
@@ -38,10 +44,8 @@ pub(crate) fn merge_deps(deps: &mut StreamDeps, more: StreamDeps) {
 pub(crate) fn latest(work: Vec<(Arc<Timeline>, u64)>) -> Vec<(Arc<Timeline>, u64)> {
     let mut latest: Vec<(Arc<Timeline>, u64)> = Vec::new();
     for (timeline, epoch) in work {
-        match latest.iter_mut().find(|(other, _)| Arc::ptr_eq(other, &timeline)) {
-            Some((_, last)) => *last = epoch.max(*last),
-            None if timeline.is_done(epoch) => {}
-            None => latest.push((timeline, epoch)),
+        if !raise(&mut latest, &timeline, epoch) && !timeline.is_done(epoch) {
+            latest.push((timeline, epoch));
         }
     }
     latest

@@ -14,7 +14,7 @@ pub(super) use give_back::GraphMemories;
 use crate::{
     Block,
     base::{
-        dependencies::{StreamDeps, latest},
+        dependencies::{StreamDeps, latest, raise},
         driver::check_stream_device,
         pending::DeferredFree,
     },
@@ -627,9 +627,8 @@ impl GraphMemory {
         // Dropped after the lock is released: it may be the last reference to a stream.
         let _over: Vec<_> = {
             let mut state = self.state();
-            match state.launches.iter_mut().find(|(other, _)| Arc::ptr_eq(other, on)) {
-                Some((_, last)) => *last = epoch.max(*last),
-                None => state.launches.push((on.clone(), epoch)),
+            if !raise(&mut state.launches, on, epoch) {
+                state.launches.push((on.clone(), epoch));
             }
             let state = &mut *state;
             let captured = |live: &GraphBlock| {

@@ -7,7 +7,7 @@ use super::{
 use crate::{
     Adoption, Block, Request,
     base::{
-        dependencies::StreamDeps,
+        dependencies::{StreamDeps, latest, raise},
         driver::check_stream_device,
         extent::{PackedRequest, UntilFree},
         live_bytes::LiveBytes,
@@ -34,7 +34,7 @@ pub(super) struct PlannedMemory {
     pub(super) dedicated: Arc<DedicatedPool>,
     pub(super) span: Arc<Span>,
     /// The peaks of the pool, of which this memory is a part.
-    pub(super) peaks: Arc<PoolPeaks>,
+    peaks: Arc<PoolPeaks>,
     streams: StreamPool,
     /// Whether a stream may wait on the device for another one.
     waits: bool,
@@ -99,9 +99,8 @@ impl Place {
             if Arc::ptr_eq(on, timeline) || on.is_done(epoch) {
                 return;
             }
-            match unfinished.iter_mut().find(|(other, _)| Arc::ptr_eq(other, on)) {
-                Some((_, last)) => *last = epoch.max(*last),
-                None => unfinished.push((on.clone(), epoch)),
+            if !raise(unfinished, on, epoch) {
+                unfinished.push((on.clone(), epoch));
             }
         };
         if let Some(block) = &self.block {
@@ -393,8 +392,8 @@ impl PlannedMemory {
         is_retired
     }
 
-    /// Returns whether the range can be given back: the plan is dropped, and no block lives. Freed
-    /// ones may be held.
+    /// Returns whether the range can be given back: the plan is dropped, and no block lives, or the
+    /// pool is closed, and those that live are freed.
     pub(super) fn is_unused(&self) -> bool {
         self.state().is_unused()
     }
@@ -429,7 +428,7 @@ impl PlannedMemory {
             left.add_block(place.block.take());
             work.uses.extend(place.more.take().map(|more| more.uses).unwrap_or_default());
         }
-        work.own = crate::base::dependencies::latest(work.own.into_vec()).into();
+        work.own = latest(work.own.into_vec()).into();
         state.streams.take().into_iter().for_each(|on| left.add_timeline(Some(on)));
         left.retire(work, until_free);
     }
@@ -472,9 +471,10 @@ impl PeakPart for LockedState {
 impl State {
     #[inline]
     fn is_unused(&self) -> bool {
-        (self.is_closed || self.cursor.is_dropped())
-            && !self.is_released
-            && self.cursor.live() as usize == self.held.len()
+        let live = self.cursor.live() as usize;
+        // A closed pool looks at held blocks no more.
+        let is_over = self.is_closed && live == self.held.len();
+        !self.is_released && (is_over || self.cursor.is_dropped() && live == 0)
     }
 }
 

@@ -493,6 +493,35 @@ fn a_pool_that_closes_with_held_blocks_gives_the_range_back_when_their_uses_are_
 }
 
 #[test]
+fn a_held_block_of_a_dropped_plan_is_told_as_complete_when_its_use_is_over() {
+    let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 0)];
+    let ring = Arc::new(RingSink::new(1024));
+    let rig = Rig::with(&blocks, 2, 8 * MIB, |config| {
+        config.recorder = Some(Arc::new(Recorder::new(ring.clone())));
+    });
+    let held = rig.pool.alloc(&rig.streams[0], Request::bytes(MIB)).unwrap();
+    let address = held.address();
+    let used = held.prepare(&rig.streams[1], Access::Write).unwrap();
+    rig.write(&rig.streams[1], &held);
+    used.finish().unwrap();
+    drop(held);
+    for _ in 0..8 {
+        drop(rig.pool.alloc(&rig.streams[0], Request::bytes(3000)).unwrap());
+    }
+    let completed = || {
+        let events = ring.take();
+        events.iter().filter(|e| e.action == Action::Complete && e.address == address).count()
+    };
+    assert_eq!(completed(), 0);
+    rig.streams.iter().for_each(|stream| stream.synchronize().unwrap());
+    rig.pool.poll().unwrap();
+    assert_eq!(completed(), 1);
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.budget.used(), 0);
+    rig.end();
+}
+
+#[test]
 fn a_stream_takes_the_place_of_one_that_has_ended() {
     let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 0), block(MIB, 4, 5, 0)];
     let rig = Rig::new(&blocks, 1, 8 * MIB);

@@ -3,7 +3,10 @@
 use super::{PoolCore, counters::count};
 use crate::{
     Adoption,
-    base::waits::{has_passed, try_wait, wait_for_epoch},
+    base::{
+        dependencies::raise,
+        waits::{has_passed, try_wait, wait_for_epoch},
+    },
     stream_cache::{StreamCache, pending::CollectMode},
 };
 use aquifer_core::{
@@ -104,9 +107,8 @@ impl PoolCore {
                 let mut users: List<'_, (Arc<Timeline>, u64)> = List::new_in(bump);
                 for pending in &s.pending {
                     pending.uses.for_each_unfinished(|on, epoch| {
-                        match users.iter_mut().find(|(other, _)| Arc::ptr_eq(other, on)) {
-                            Some((_, last)) => *last = epoch.max(*last),
-                            None => users.push((on.clone(), epoch)),
+                        if !raise(&mut users, on, epoch) {
+                            users.push((on.clone(), epoch));
                         }
                     });
                 }

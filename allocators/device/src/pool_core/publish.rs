@@ -14,14 +14,14 @@ impl PoolCore {
     /// each but a successful allocation, with no lock held.
     pub(crate) fn publish(&self) {
         self.report_limit();
-        let _ = aquifer_status::resume();
+        aquifer_status::resume();
         if aquifer_status::is_published() {
             self.publish_now();
         }
     }
 
     /// As [`PoolCore::publish`], at the end of an allocation: at most every
-    /// [`INTERVAL_MS`](crate::publisher::INTERVAL_MS) unless the held memory has changed.
+    /// 10 ms unless the held memory has changed.
     pub(crate) fn publish_allocation(&self) {
         self.report_limit();
         let has_resumed = aquifer_status::resume();

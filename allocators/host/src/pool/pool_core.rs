@@ -17,6 +17,7 @@ use super::{
 use crate::kernel::{ForkSafe, LockOrder, Process, pointer};
 use aquifer_core::{Action, Gate, MemoryError, Result, Tag, event::EventTicket};
 use aquifer_driver::HostAccess;
+use aquifer_status::PublishTimer;
 use aquifer_stream::Spin;
 use crossbeam_utils::CachePadded;
 use std::{
@@ -49,8 +50,8 @@ pub(super) struct PoolCore {
     has_magazines: AtomicBool,
     /// On other cache lines than the flags, which every call reads.
     state: CachePadded<Spin<PoolState>>,
-    /// When the figures were last published, by [`coarse`](crate::clock::coarse) in milliseconds.
-    pub(super) published_ms: AtomicU64,
+    /// When the figures were last published.
+    pub(super) publish_timer: PublishTimer,
     /// One thread at a time drains the magazines.
     draining: Mutex<()>,
     /// Whether a thread is making a region for this pool.
@@ -111,7 +112,7 @@ impl PoolCore {
                 process,
                 has_magazines: AtomicBool::new(false),
                 state: CachePadded::new(Spin::new(PoolState::new())),
-                published_ms: AtomicU64::new(0),
+                publish_timer: PublishTimer::new(),
                 draining: Mutex::new(()),
                 growing: Mutex::new(false),
                 grown: Condvar::new(),

@@ -5,12 +5,7 @@
 //! from time to time, since that takes a walk over all magazines.
 
 use super::{context::PoolContext, pool_core::PoolCore, thread::InsidePool};
-use crate::clock;
 use aquifer_status::{PoolFigures, PoolKind, SlotDescription, tightest_limit};
-use std::sync::atomic::Ordering;
-
-/// The least time between two publications by magazines that are refilled or emptied.
-const INTERVAL_MS: u64 = 10;
 
 /// Returns the description of a pool on this node.
 pub(super) fn describe(node: Option<u32>) -> SlotDescription {
@@ -29,7 +24,7 @@ impl PoolCore {
         if !aquifer_status::is_published() || !self.is_current_process() {
             return;
         }
-        self.published_ms.store(now_ms(), Ordering::Relaxed);
+        self.publish_timer.restart();
         let _inside = InsidePool::enter();
         shared.status.publish(|| {
             let limit = tightest_limit(&shared.budget);
@@ -41,12 +36,10 @@ impl PoolCore {
         });
     }
 
-    /// As [`PoolCore::publish`], at most every [`INTERVAL_MS`]. For slow paths of magazines.
+    /// As [`PoolCore::publish`], at most every 10 ms. For slow paths of magazines.
     #[inline]
     pub(super) fn publish_sometimes(&self, generation: u64) {
-        if aquifer_status::is_published()
-            && now_ms().wrapping_sub(self.published_ms.load(Ordering::Relaxed)) >= INTERVAL_MS
-        {
+        if aquifer_status::is_published() && self.publish_timer.is_due() {
             self.publish_now(generation);
         }
     }
@@ -59,9 +52,4 @@ impl PoolCore {
             self.publish(&shared);
         }
     }
-}
-
-/// Returns the time in milliseconds, by the kernel's tick.
-fn now_ms() -> u64 {
-    clock::coarse().as_millis() as u64
 }

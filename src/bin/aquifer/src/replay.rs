@@ -157,7 +157,7 @@ impl std::error::Error for ReplayError {
 /// played.
 pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
     let mut outputs = [&args.snapshot, &args.save_trace].into_iter().flatten();
-    if let Some(path) = outputs.find(|path| **path == args.trace) {
+    if let Some(path) = outputs.find(|path| trace_file::is_same_file(path, &args.trace)) {
         return Err(ReplayError::OutputIsInput(path.clone()));
     }
     let mut progress = ProgressLine::on_terminal();

@@ -656,6 +656,10 @@ fn what_is_replayed_is_saved_as_a_trace_that_is_the_same_program() {
     for output in ["--save-trace", "--snapshot"] {
         let flags = format!("--device sim {output} {}", small.path());
         refused(&replay(small.path(), &flags), "would replace the trace that is read", "input");
+        let folder = Path::new(small.path()).parent().expect("a folder").display();
+        let other_name = small.path().replace(&format!("{folder}/"), &format!("{folder}/./"));
+        let flags = format!("--device sim {output} {other_name}");
+        refused(&replay(small.path(), &flags), "would replace the trace that is read", "input");
         let flags = format!("--device sim {output} /nowhere/x");
         refused(&replay(small.path(), &flags), "/nowhere/x cannot be written", "path");
     }
