@@ -24,16 +24,23 @@ impl ValidateRequest for Request {
         self.size().wrapping_sub(1) < MAX_BYTES && self.alignment() == BLOCK_ALIGN
     }
 
+    #[inline]
     fn checked(self) -> Result<Self> {
-        if self.size() == 0 {
-            return Err(MemoryError::ZeroSize);
-        }
-        if self.size() > MAX_BYTES {
-            return Err(MemoryError::TooLarge { requested: self.size(), limit: MAX_BYTES });
-        }
-        if !self.alignment().is_power_of_two() || self.alignment() > MAX_ALIGN {
-            return Err(MemoryError::BadAlignment { align: self.alignment() });
-        }
-        Ok(self.align(self.alignment().max(BLOCK_ALIGN)))
+        if self.is_plain() { Ok(self) } else { check(self) }
     }
+}
+
+/// As [`ValidateRequest::checked`], for requests that are not plain.
+#[inline(never)]
+fn check(request: Request) -> Result<Request> {
+    if request.size() == 0 {
+        return Err(MemoryError::ZeroSize);
+    }
+    if request.size() > MAX_BYTES {
+        return Err(MemoryError::TooLarge { requested: request.size(), limit: MAX_BYTES });
+    }
+    if !request.alignment().is_power_of_two() || request.alignment() > MAX_ALIGN {
+        return Err(MemoryError::BadAlignment { align: request.alignment() });
+    }
+    Ok(request.align(request.alignment().max(BLOCK_ALIGN)))
 }

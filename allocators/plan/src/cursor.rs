@@ -2,10 +2,10 @@
 //!
 //! # Invariants
 //! - Blocks that are live under a cursor have no address in common.
-//! - `placed_to` is the highest block that was placed in this pass.
+//! - `placed_below` is above the highest block that was placed in this pass.
 //! - A block that was placed in a pass and is not stale is the last user of its addresses among the
-//!   blocks of this pass, except for blocks above it. So a block above `placed_to` needs no other
-//!   check and no other order than the plan's if its predecessors in the plan are all freed and not
+//!   blocks of this pass, except for blocks above it. So a block from `placed_below` on needs no
+//!   other check and no other order than the plan's if its predecessors in the plan are all freed and not
 //!   stale: those of this pass, and for addresses that no earlier block of the pass has, the last
 //!   ones of the pass before.
 //! - Whatever breaks this makes blocks stale, or counts as not placed: a block that comes late, a
@@ -14,7 +14,7 @@
 
 use crate::{
     block::PlannedBlock,
-    expectation::{Expectation, Key},
+    expectation::{Expectation, ExpectedBlock, Key},
     last_users::LastUsers,
     plan::Plan,
 };
@@ -149,7 +149,7 @@ pub struct PlanCursor {
     followed: Vec<u32>,
     /// The lowest block that is expected.
     expected: u32,
-    placed_to: Option<u32>,
+    placed_below: u32,
     /// Allocations in a row that matched nothing, and the last three such, the latest last.
     unknown_in_row: u32,
     unknown: [Option<Key>; 3],
@@ -175,7 +175,7 @@ impl PlanCursor {
             last: 0,
             followed: Vec::new(),
             expected: 0,
-            placed_to: None,
+            placed_below: 0,
             unknown_in_row: 0,
             unknown: [None; 3],
             step_allocations: 0,
@@ -217,18 +217,19 @@ impl PlanCursor {
     /// blocks late asks this first, and frees what it can only if the answer is `None`.
     #[inline]
     pub fn allocate_expected(&mut self, bytes: u64, stream: u32) -> Option<PlanAnswer> {
-        let next = self.plan.blocks().get(self.expected as usize)?;
+        let (block, next) = (self.expected, self.expectation.block(self.expected)?);
         let is_next = next.bytes == bytes.checked_next_multiple_of(BLOCK_ALIGN)?
             && next.stream == stream
-            && self.is_waiting(self.expected)
+            && self.is_waiting(block)
             && !self.is_dropped()
             && !self.ends_step()
-            && self.is_in_order(self.expected);
+            && self.is_in_order(block, next);
         if !is_next {
             return None;
         }
+        let offset = next.offset;
         self.step_allocations += 1;
-        Some(self.place(self.expected, true))
+        Some(self.place(block, offset, true))
     }
 
     /// Places a block that may come in any order.
@@ -247,7 +248,7 @@ impl PlanCursor {
             self.skip_placed();
         }
         let bytes = bytes.checked_next_multiple_of(BLOCK_ALIGN).unwrap_or(0);
-        let next = self.plan.blocks().get(self.expected as usize);
+        let next = self.expectation.block(self.expected);
         let is_next = next.is_some_and(|next| next.bytes == bytes && next.stream == stream);
         let found = if is_next {
             Ok(self.expected)
@@ -344,7 +345,7 @@ impl PlanCursor {
     /// is expected next.
     pub fn begin_step(&mut self) {
         self.end_step();
-        if self.placed_to.is_some() || self.expected > 0 {
+        if self.placed_below > 0 || self.expected > 0 {
             self.begin_pass(0);
         }
     }
@@ -382,7 +383,7 @@ impl PlanCursor {
             self.pass = 1;
         }
         self.pass += 1;
-        (self.expected, self.placed_to) = (block, None);
+        (self.expected, self.placed_below) = (block, 0);
     }
 
     /// Returns whether a block was not placed in this pass and is not live.
@@ -433,12 +434,12 @@ impl PlanCursor {
     /// Returns whether a block comes in the recorded order, so that no live block can have its
     /// addresses, and the order of the plan is the order of all their uses.
     #[inline]
-    fn is_in_order(&self, block: u32) -> bool {
+    fn is_in_order(&self, number: u32, block: &ExpectedBlock) -> bool {
         let are_freed = |earlier: &[u32], pass| {
             let freed = BlockState::freed(pass);
             earlier.iter().all(|&earlier| self.states[earlier as usize] == freed)
         };
-        self.placed_to.is_none_or(|last| block > last)
+        number >= self.placed_below
             && are_freed(self.expectation.predecessors(block), self.pass)
             && (self.pass == 1
                 || are_freed(self.expectation.predecessors_in_loop(block), self.pass - 1))
@@ -446,33 +447,33 @@ impl PlanCursor {
 
     /// Makes a block live, if no live block has its addresses.
     fn place_if_free(&mut self, block: u32) -> Result<PlanAnswer, Miss> {
-        let recorded = self.is_in_order(block);
+        let Some(expected) = self.expectation.block(block) else { return Err(Miss::Unknown) };
+        let (offset, recorded) = (expected.offset, self.is_in_order(block, expected));
         if !recorded && !self.is_free(block) {
             // It is not expected again.
             self.expected = self.expected.max(block + 1);
             return Err(Miss::Overlap);
         }
-        if self.placed_to.is_some_and(|last| last > block) {
+        if self.placed_below > block + 1 {
             // It comes late: blocks after it are no longer the last users of its addresses.
             for &later in self.followed.iter().filter(|&&later| later > block) {
                 self.states[later as usize].make_stale();
             }
         }
-        Ok(self.place(block, recorded))
+        Ok(self.place(block, offset, recorded))
     }
 
     /// Makes a block live.
     #[inline]
-    fn place(&mut self, block: u32, recorded: bool) -> PlanAnswer {
+    fn place(&mut self, block: u32, offset: u64, recorded: bool) -> PlanAnswer {
         self.states[block as usize] = BlockState::live(self.pass);
         self.live += 1;
         self.last_users.record(block);
         (self.last, self.is_recorded) = (block, recorded);
-        self.placed_to = Some(self.placed_to.map_or(block, |last| last.max(block)));
+        self.placed_below = self.placed_below.max(block + 1);
         self.expected = self.expected.max(block + 1);
         self.unknown_in_row = 0;
         self.counters.hits += 1;
-        let offset = self.plan.blocks()[block as usize].offset;
         PlanAnswer::Hit { block, offset, recorded }
     }
 

@@ -39,23 +39,35 @@ impl Lists {
     }
 }
 
+/// What it takes to place a block, in one place.
+#[derive(Debug)]
+pub(crate) struct ExpectedBlock {
+    pub(crate) bytes: u64,
+    pub(crate) offset: u64,
+    pub(crate) stream: u32,
+    /// Where its lists start in [`Expectation::predecessors`], one after another, and the end of
+    /// the last.
+    lists: [usize; 4],
+}
+
+/// The last users of the addresses of a block.
+const BEFORE: usize = 0;
+/// If some of its addresses had no user: their last users at the end of the plan, which are those
+/// before the block in the next pass.
+const BEFORE_IN_LOOP: usize = 1;
+/// The blocks of both lists whose uses no stream orders before those of the block.
+const UNORDERED: usize = 2;
+
 /// The blocks of a plan by size and stream, by the three last allocations, and with their
 /// predecessors.
 #[derive(Debug)]
 pub(crate) struct Expectation {
+    blocks: Vec<ExpectedBlock>,
+    /// The lists of all blocks.
+    predecessors: Vec<u32>,
     keys: HashMap<(u64, u32), Key>,
-    /// The key of each block.
-    key_of: Vec<Key>,
     /// The blocks of each key, in order.
     blocks_of: Lists,
-    /// The last users of the addresses of each block.
-    before: Lists,
-    /// If some of its addresses had no user: their last users at the end of the plan, which are
-    /// those before the block in the next pass.
-    before_in_loop: Lists,
-    /// The blocks whose uses no stream orders before those of a block, when the plan is followed
-    /// in a loop.
-    unordered: Lists,
     /// Each block with its key and those of the two before it, sorted.
     grams: Vec<([Key; 3], u32)>,
 }
@@ -83,21 +95,27 @@ impl Expectation {
         });
         debug_assert!(owners.is_ok(), "a plan is checked when it is made");
         let before_in_loop = before_in_loop(blocks, &unused, &owners.unwrap_or_default());
-        let mut unordered = Lists::default();
-        let mut list = Vec::new();
+        let (mut expected, mut predecessors) = (Vec::with_capacity(blocks.len()), Vec::new());
         for (number, block) in (0..).zip(blocks) {
-            list.clear();
-            let earlier = before.get(number).iter().chain(before_in_loop.get(number));
-            list.extend(earlier.copied().filter(|&earlier| {
-                let earlier = &blocks[earlier as usize];
-                earlier.stream != block.stream || earlier.shared
-            }));
-            unordered.push(&list);
+            let start = predecessors.len();
+            predecessors.extend_from_slice(before.get(number));
+            let in_loop = predecessors.len();
+            predecessors.extend_from_slice(before_in_loop.get(number));
+            let unordered = predecessors.len();
+            for at in start..unordered {
+                let earlier = &blocks[predecessors[at] as usize];
+                if earlier.stream != block.stream || earlier.shared {
+                    predecessors.push(predecessors[at]);
+                }
+            }
+            let PlannedBlock { bytes, offset, stream, .. } = *block;
+            let lists = [start, in_loop, unordered, predecessors.len()];
+            expected.push(ExpectedBlock { bytes, offset, stream, lists });
         }
         let gram = |(keys, block): (&[Key], u32)| ([keys[0], keys[1], keys[2]], block);
         let mut grams: Vec<_> = key_of.windows(3).zip(2..).map(gram).collect();
         grams.sort_unstable();
-        Self { keys, key_of, blocks_of, before, before_in_loop, unordered, grams }
+        Self { blocks: expected, predecessors, keys, blocks_of, grams }
     }
 
     /// Returns the key of a size and stream, if the plan has it.
@@ -111,36 +129,45 @@ impl Expectation {
         &all[all.partition_point(|&other| other < block)..]
     }
 
+    /// Returns a block, if the plan has it.
+    #[inline]
+    pub(crate) fn block(&self, number: u32) -> Option<&ExpectedBlock> {
+        self.blocks.get(number as usize)
+    }
+
+    #[inline]
+    fn list(&self, block: &ExpectedBlock, list: usize) -> &[u32] {
+        &self.predecessors[block.lists[list]..block.lists[list + 1]]
+    }
+
     /// Returns the last blocks before one that had any of its addresses.
     #[inline]
-    pub(crate) fn predecessors(&self, block: u32) -> &[u32] {
-        self.before.get(block)
+    pub(crate) fn predecessors(&self, block: &ExpectedBlock) -> &[u32] {
+        self.list(block, BEFORE)
     }
 
     /// Returns the last blocks of the pass before that had those of its addresses that no block
     /// before it in the pass had.
     #[inline]
-    pub(crate) fn predecessors_in_loop(&self, block: u32) -> &[u32] {
-        self.before_in_loop.get(block)
+    pub(crate) fn predecessors_in_loop(&self, block: &ExpectedBlock) -> &[u32] {
+        self.list(block, BEFORE_IN_LOOP)
     }
 
     /// Returns those of all its predecessors that no stream orders before it.
     #[inline]
     pub(crate) fn unordered(&self, block: u32) -> &[u32] {
-        self.unordered.get(block)
+        self.block(block).map_or(&[], |block| self.list(block, UNORDERED))
     }
 
     /// Removes an edge from what [`Expectation::unordered`] returns.
     pub(crate) fn remove_edge(&mut self, edge: PlanEdge) -> bool {
-        let before = self.unordered.all.len();
-        let mut rest = Lists::default();
-        for after in 0..self.key_of.len() as u32 {
-            let list = self.unordered.get(after).iter().copied();
-            let kept: Vec<_> = list.filter(|&before| PlanEdge { before, after } != edge).collect();
-            rest.push(&kept);
-        }
-        self.unordered = rest;
-        self.unordered.all.len() < before
+        let at = self.unordered(edge.after).iter().position(|&before| before == edge.before);
+        let (Some(at), Some(block)) = (at, self.block(edge.after)) else { return false };
+        let at = block.lists[UNORDERED] + at;
+        self.predecessors.remove(at);
+        let starts = self.blocks.iter_mut().flat_map(|block| &mut block.lists);
+        starts.filter(|start| **start > at).for_each(|start| *start -= 1);
+        true
     }
 
     /// Returns the block that ends three allocations of these keys: the next one from `block` on,

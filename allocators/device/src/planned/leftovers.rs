@@ -62,7 +62,6 @@ impl Leftovers {
         }
     }
 
-    #[inline]
     pub(super) fn add_event(&mut self, event: Option<(EventTicket, Event)>) {
         if let Some(event) = event {
             self.0.get_or_default().events.push(event);

@@ -83,6 +83,7 @@ pub(super) struct Place {
 struct Hit {
     /// The block of the plan.
     number: u32,
+    offset: u64,
     /// Whether its address is aligned as requested.
     is_aligned: bool,
     /// Whether it comes in the recorded order.
@@ -171,7 +172,7 @@ impl PlannedMemory {
         let state = &mut *guard;
         let block = match self.find(core, state, stream.timeline(), request, &mut left) {
             Some(hit) if hit.is_aligned && state.cursor.followed().is_empty() => {
-                let block = self.make_block(state, stream, hit.number, request, &mut left);
+                let block = self.make_block(state, stream, hit, request, &mut left);
                 drop(guard);
                 Some(block)
             }
@@ -223,8 +224,9 @@ impl PlannedMemory {
         });
         match answer {
             PlanAnswer::Hit { block, offset, recorded } => {
-                let is_aligned = (self.span.address + offset).is_multiple_of(request.alignment());
-                Some(Hit { number: block, is_aligned, recorded })
+                // An alignment is a power of two.
+                let is_aligned = (self.span.address + offset) & (request.alignment() - 1) == 0;
+                Some(Hit { number: block, offset, is_aligned, recorded })
             }
             PlanAnswer::Stray => None,
         }
@@ -248,7 +250,7 @@ impl PlannedMemory {
             state.places[followed as usize].add_unfinished(timeline, &mut unfinished);
         }
         if hit.is_aligned && unfinished.is_empty() {
-            return Some(self.make_block(state, stream, hit.number, request, left));
+            return Some(self.make_block(state, stream, hit, request, left));
         }
         let may_wait = hit.is_aligned && hit.recorded && self.waits;
         if may_wait {
@@ -256,7 +258,7 @@ impl PlannedMemory {
             let is_ordered = order(core, timeline, &unfinished);
             guard = self.state();
             if is_ordered {
-                return Some(self.make_block(&mut guard, stream, hit.number, request, left));
+                return Some(self.make_block(&mut guard, stream, hit, request, left));
             }
         }
         self.cancel(&mut guard, hit.number, timeline, unfinished, left);
@@ -272,9 +274,8 @@ impl PlannedMemory {
         unfinished: Unfinished,
         left: &mut Leftovers,
     ) {
-        let bytes = state.cursor.plan().blocks()[number as usize].bytes;
-        drop(self.template(&mut state.places[number as usize], number, bytes, timeline, left));
         let place = &mut state.places[number as usize];
+        drop(self.template(&state.cursor, place, number, timeline, left));
         place.epoch = timeline.open();
         let more = PartsWork { own: unfinished, ..PartsWork::default() };
         place.more = (!more.own.is_empty()).then(|| Box::new(more));
@@ -285,9 +286,9 @@ impl PlannedMemory {
     #[inline]
     fn template(
         self: &Arc<Self>,
+        cursor: &PlanCursor,
         place: &mut Place,
         number: u32,
-        bytes: u64,
         timeline: &Arc<Timeline>,
         left: &mut Leftovers,
     ) -> Arc<DriverBlock> {
@@ -298,7 +299,7 @@ impl PlannedMemory {
                     releaser: self.clone(),
                     timeline: timeline.clone(),
                     streams: self.streams.clone(),
-                    bytes,
+                    bytes: cursor.plan().blocks()[number as usize].bytes,
                     key: u64::from(number),
                 });
                 left.add_block(place.block.replace(block.clone()));
@@ -308,21 +309,21 @@ impl PlannedMemory {
     }
 
     /// Makes the block of a place.
-    #[inline]
+    #[inline(always)]
     fn make_block(
         self: &Arc<Self>,
         state: &mut State,
         stream: &Stream,
-        number: u32,
+        hit: Hit,
         request: &Request,
         left: &mut Leftovers,
     ) -> Block {
-        let planned = state.cursor.plan().blocks()[number as usize];
-        let (address, bytes) = (self.span.address + planned.offset, planned.bytes);
-        let (requested, tag) = (request.size(), request.owner());
-        let place = &mut state.places[number as usize];
-        let driver_block = self.template(place, number, bytes, stream.timeline(), left);
+        let place = &mut state.places[hit.number as usize];
         place.more = None;
+        let timeline = stream.timeline();
+        let driver_block = self.template(&state.cursor, place, hit.number, timeline, left);
+        let (address, bytes) = (self.span.address + hit.offset, driver_block.bytes);
+        let (requested, tag) = (request.size(), request.owner());
         state.usage.record_alloc(bytes, requested);
         if !state.bounds.raise(state.usage.now()) {
             left.settle();
@@ -333,7 +334,7 @@ impl PlannedMemory {
         let generation = self.dedicated.generation();
         let live = Ownership::Live { stream: stream.raw(), generation };
         self.dedicated.notify_observer(generation, address, bytes, live);
-        left.add_event(self.event(Action::Allocate, stream.number(), address, requested, tag));
+        self.note(left, Action::Allocate, stream.number(), address, requested, tag);
         Block::from_driver_block(
             address,
             PackedRequest::new(requested, tag),
@@ -342,16 +343,21 @@ impl PlannedMemory {
         )
     }
 
+    /// Leaves an event to be sent, if there is a recorder.
     #[inline]
-    pub(super) fn event(
+    pub(super) fn note(
         &self,
+        left: &mut Leftovers,
         action: Action,
         stream: u32,
         address: u64,
         bytes: u64,
         tag: Tag,
-    ) -> Option<(aquifer_core::event::EventTicket, aquifer_core::Event)> {
-        self.dedicated.event(BlockKind::Cached, action, stream, address, bytes, tag)
+    ) {
+        if self.dedicated.is_recorded() {
+            let kind = BlockKind::Cached;
+            left.add_event(self.dedicated.event(kind, action, stream, address, bytes, tag));
+        }
     }
 
     /// Returns whether the plan no longer matches.

@@ -51,7 +51,7 @@ impl ReleaseBlock for PlannedMemory {
             self.dedicated.notify_observer(block.generation, block.address, block.bytes, owner);
             let requested = block.requested;
             state.count_free(block.bytes, requested, block.tag);
-            left.add_event(self.event(Action::Free, stream, block.address, requested, block.tag));
+            self.note(&mut left, Action::Free, stream, block.address, requested, block.tag);
             let mut block = block;
             if is_complete(&state.cursor, &mut block) {
                 self.complete(state, block, &mut left);
@@ -80,7 +80,7 @@ impl PlannedMemory {
         place.more = (!more.uses.is_empty()).then(|| Box::new(more));
         state.cursor.free(block.key as u32);
         let (stream, address) = (block.timeline.number(), block.address);
-        left.add_event(self.event(Action::Complete, stream, address, block.requested, block.tag));
+        self.note(left, Action::Complete, stream, address, block.requested, block.tag);
         left.add_free(block);
     }
 
