@@ -20,7 +20,7 @@ pub(crate) struct Pace {
     /// The minimum time of a lap. Short enough that few laps are interrupted on a busy machine,
     /// and long enough that the clock reads do not matter.
     lap: Duration,
-    /// The maximum time of all laps of one contender. There is always one lap.
+    /// The maximum time of all laps of one contender, beyond [`LEAST_LAPS`].
     time: Duration,
     /// The maximum number of laps.
     laps: usize,
@@ -59,6 +59,13 @@ impl Pace {
         Self { lap: self.lap * 8, ..self }
     }
 }
+
+/// The minimum number of laps before the first that counts. A pool whose work repeats may still
+/// grow in the third.
+const WARM_UP: u32 = 4;
+/// The minimum number of laps that count, if the pace allows as many: a contender beside a slow one
+/// has few.
+const LEAST_LAPS: usize = 3;
 
 /// Failed calls.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
@@ -123,14 +130,14 @@ pub(crate) fn contest(pace: Pace, mut contenders: Vec<Contender<'_>>) -> Vec<Out
     let mut laps: Vec<(Vec<f64>, Vec<f64>)> =
         contenders.iter().map(|_| Default::default()).collect();
     let (begun, time) = (Instant::now(), pace.time * contenders.len() as u32);
-    for _ in 0..pace.laps {
+    for lap_number in 1..=pace.laps {
         for (place, contender) in contenders.iter_mut().enumerate() {
             let lap = contender(pieces[place]);
             laps[place].0.push(lap.over_all);
             laps[place].1.push(lap.each);
             failed[place].add(lap.failed);
         }
-        if begun.elapsed() > time {
+        if begun.elapsed() > time && lap_number >= LEAST_LAPS {
             break;
         }
     }
@@ -143,15 +150,15 @@ pub(crate) fn contest(pace: Pace, mut contenders: Vec<Contender<'_>>) -> Vec<Out
     outcomes.collect()
 }
 
-/// Returns how many pieces make a lap of sufficient length. Runs at least two laps, since the first
-/// may have to allocate from the driver.
+/// Returns how many pieces make a lap of sufficient length. Runs at least [`WARM_UP`] laps, since
+/// the first ones may have to allocate from the driver.
 fn warm_up(pace: Pace, contender: &mut Contender<'_>, failed: &mut Failed) -> u64 {
     let mut pieces = 1;
     for round in 0.. {
         let lap = contender(pieces);
         failed.add(lap.failed);
         let enough = lap.took >= pace.lap || pieces >= pace.pieces;
-        if enough && round > 0 {
+        if enough && round + 1 >= WARM_UP {
             break;
         }
         if !enough {

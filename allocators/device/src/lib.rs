@@ -124,7 +124,7 @@
 //! while all free memory is shared. This includes a block as large as the one that its stream has
 //! just freed: the cache, with its last freed block, is not tried first.
 //!
-//! If less than a thirty-second of the budget is left or free, placement also minimises the number
+//! If less than a tenth of the budget is left or free, placement also minimises the number
 //! of wholly free handles that a block keeps from being moved: among shared ranges, and among
 //! windows that need equally few handles.
 //!

@@ -5,9 +5,9 @@
 //! - `placed_below` is above the highest block that was placed in this pass.
 //! - A block that was placed in a pass and is not stale is the last user of its addresses among the
 //!   blocks of this pass, except for blocks above it. So a block from `placed_below` on needs no
-//!   other check and no other order than the plan's if its predecessors in the plan are all freed and not
-//!   stale: those of this pass, and for addresses that no earlier block of the pass has, the last
-//!   ones of the pass before.
+//!   other check and no other order than the plan's if its predecessors in the plan are all freed
+//!   and not stale: those of this pass, and for addresses that no earlier block of the pass has,
+//!   the last ones of the pass before.
 //! - Whatever breaks this makes blocks stale, or counts as not placed: a block that comes late, a
 //!   block that was cancelled, a jump.
 //! - Any other block is placed only if none of the last users of its addresses is live.

@@ -1,6 +1,7 @@
 //! How far the live bytes of a part of a pool may rise: see [`crate::peaks`].
 
 use super::live_bytes::LiveBytes;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The two numbers that a part has beside its live bytes.
 #[derive(Clone, Copy, Default)]
@@ -16,15 +17,27 @@ impl PartBounds {
         now != LiveBytes::default() || self.highest != LiveBytes::default()
     }
 
-    /// Settles a part with `now` live bytes: it may rise by `share`, or by `least` if that is more,
-    /// or without a limit if no other part is in use. One that is not in use may not rise.
-    pub(crate) fn settle(&mut self, now: LiveBytes, share: Option<LiveBytes>, least: u64) {
-        let limit = match share {
+    /// Settles a part with `now` live bytes: it may rise by `rise`, or without a limit if no other
+    /// part is in use. One that is not in use may not rise.
+    pub(crate) fn settle(&mut self, now: LiveBytes, rise: Option<LiveBytes>) {
+        let limit = match rise {
             _ if !self.is_in_use(now) => LiveBytes::default(),
             None => LiveBytes::MAX,
-            Some(share) => now + share.map(|bytes| bytes.max(least)),
+            Some(rise) => now + rise,
         };
         *self = Self { highest: now, limit };
+    }
+
+    /// Raises the limit by what `now` is above it, out of the reserve, and the highest to `now`.
+    /// Returns whether `now` is within the limit then; nothing changes if it is not. A part that is
+    /// not in use takes nothing.
+    pub(crate) fn extend(&mut self, now: LiveBytes, reserve: &LimitReserve) -> bool {
+        if self.limit != LiveBytes::default()
+            && let Some(taken) = reserve.take(now.above(self.limit))
+        {
+            self.limit += taken;
+        }
+        self.raise(now)
     }
 
     /// Sets no limit.
@@ -41,4 +54,39 @@ impl PartBounds {
         }
         is_within
     }
+}
+
+/// What a part takes at once, in bytes, if there is as much.
+const STEP: u64 = 1 << 20;
+
+/// Bytes by which limits may rise before the next settlement.
+///
+/// A part takes from it under its own lock, and a settlement sets it under the locks of all parts.
+#[derive(Default)]
+pub(crate) struct LimitReserve {
+    live: AtomicU64,
+    requested: AtomicU64,
+}
+
+impl LimitReserve {
+    pub(crate) fn set(&self, bytes: LiveBytes) {
+        self.live.store(bytes.live, Ordering::Relaxed);
+        self.requested.store(bytes.requested, Ordering::Relaxed);
+    }
+
+    /// Takes at least `least` of both numbers. Returns what it took, or `None` if there is less.
+    fn take(&self, least: LiveBytes) -> Option<LiveBytes> {
+        let live = take(&self.live, least.live)?;
+        let Some(requested) = take(&self.requested, least.requested) else {
+            self.live.fetch_add(live, Ordering::Relaxed);
+            return None;
+        };
+        Some(LiveBytes { live, requested })
+    }
+}
+
+fn take(from: &AtomicU64, least: u64) -> Option<u64> {
+    let taken = |have: u64| least.next_multiple_of(STEP).min(have);
+    let left = |have: u64| (have >= least).then(|| have - taken(have));
+    from.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left).ok().map(taken)
 }

@@ -88,7 +88,7 @@ policy_params! {
     reuse_all_from: 32,
     /// Memory is tight when less than this part of the budget is left or free: the place that pins
     /// the fewest handles against the lowest address.
-    tight_part: 32,
+    tight_part: 10,
     /// The maximum size of a handle. Beyond it the cost hardly falls, and the memory that one
     /// block pins grows.
     largest_handle: 64 * MIB,

@@ -106,8 +106,9 @@ impl PoolCore {
     /// pool's peaks have taken it into account. To be called after the fast path only: it has
     /// checked that no other path has to see the request.
     pub(crate) fn settle_and_take(&self, stream: &Stream, request: &Request) -> Option<Block> {
-        let token = self.known_cache(stream)?.take_unsettled(request)?;
-        self.peaks.settle();
+        let cache = self.known_cache(stream)?;
+        let token = cache.take_unsettled(request)?;
+        self.peaks.settle_cache(cache);
         Some(Block::from_token(&token))
     }
 

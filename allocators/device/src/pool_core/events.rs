@@ -29,7 +29,7 @@ impl PoolCore {
         let make = |token: &BlockToken| (*token, self.ticket());
         let ((token, ticket), is_settled) = cache.full_alloc(request, make)?;
         if !is_settled {
-            self.peaks.settle();
+            self.peaks.settle_cache(cache);
         }
         Some(self.make_block(cache, &token, ticket))
     }

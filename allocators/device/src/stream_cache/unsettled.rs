@@ -9,7 +9,10 @@
 //! takes the block of another one, that one allocates again.
 
 use super::{BlockToken, CacheState, StreamCache};
-use crate::{Request, base::extent::PackedRequest};
+use crate::{
+    Request,
+    base::{extent::PackedRequest, part_bounds::LimitReserve},
+};
 
 impl StreamCache {
     /// As [`StreamCache::fast_alloc`], for a caller that can settle: sets nothing aside. Returns
@@ -41,6 +44,13 @@ impl CacheState {
     pub(crate) fn raise_highest(&mut self) -> bool {
         let now = self.live_bytes();
         self.bounds.raise(now)
+    }
+
+    /// Raises the limit out of a reserve, if what is live now is above it. Returns whether it is
+    /// within the limit then.
+    pub(crate) fn extend_limit(&mut self, reserve: &LimitReserve) -> bool {
+        let now = self.live_bytes();
+        self.bounds.extend(now, reserve)
     }
 
     /// Raises the highest for the block in `last`, or sets the block aside and returns `None`.
