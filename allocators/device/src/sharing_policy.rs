@@ -420,10 +420,11 @@ mod tests {
             drop(charge);
             policy.fit()
         };
-        assert_eq!(step(3100, 0), Fit::Lowest);
-        assert_eq!(step(3101, 0), Fit::FewestPinned);
-        assert_eq!(step(3101, 99), Fit::FewestPinned);
-        assert_eq!(step(3000, 200), Fit::Lowest);
+        let part = 3200 / POLICY.tight_part;
+        assert_eq!(step(3200 - part, 0), Fit::Lowest);
+        assert_eq!(step(3201 - part, 0), Fit::FewestPinned);
+        assert_eq!(step(3201 - part, part - 1), Fit::FewestPinned);
+        assert_eq!(step(3200 - part, part), Fit::Lowest);
     }
 
     #[test]
