@@ -60,9 +60,9 @@ impl Pace {
     }
 }
 
-/// The minimum number of laps before the first that counts. A pool whose work repeats may still
-/// grow in the third.
-const WARM_UP: u32 = 4;
+/// The minimum number of laps before the first that counts. With random sizes up to 4 GiB a pool
+/// still moves handles in the sixth.
+const WARM_UP: u32 = 8;
 /// The minimum number of laps that count, if the pace allows as many: a contender beside a slow one
 /// has few.
 const LEAST_LAPS: usize = 3;
