@@ -174,17 +174,34 @@ impl PoolPeaks {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the sum of all parts into account. To be called with no lock of a part, by each thread
-    /// that has taken one above its limit, before it hands the block out.
+    /// Takes the sum of all parts into account. To be called with no lock of a part.
     pub(crate) fn settle(&self) {
         let part = self.part();
         self.settle_with(&mut self.state(), part.as_deref(), false);
     }
 
-    /// As [`PoolPeaks::settle`], for the thread that has taken a cache above its limit: raises this
-    /// limit alone if the reserve has enough.
+    /// Takes what is live in a cache into account. To be called with no lock of a part, by each
+    /// thread that may have taken the cache above its limit, before it hands the block out. Settles
+    /// only if the cache is above its limit and the reserve has too little.
     pub(crate) fn settle_cache(&self, cache: &StreamCache) {
-        let extend = || cache.with(|cache| cache.extend_limit(&self.reserve));
+        self.settle_unless(|| cache.with(|cache| cache.extend_limit(&self.reserve)));
+    }
+
+    /// As [`PoolPeaks::settle_cache`], for the part with a lock of its own.
+    pub(crate) fn settle_part(&self) {
+        let part = self.part();
+        self.settle_unless(|| {
+            let mut is_within = false;
+            if let Some(part) = &part {
+                part.with_bounds(&mut |now, bounds| {
+                    is_within = bounds.extend(now, &self.reserve);
+                });
+            }
+            is_within
+        });
+    }
+
+    fn settle_unless(&self, extend: impl Fn() -> bool) {
         if extend() {
             return;
         }
@@ -286,8 +303,7 @@ impl JointPeak for PoolPeaks {
         let mut state = self.state();
         state.outside += bytes;
         let now = state.outside;
-        let bounds = &mut state.outside_bounds;
-        if !bounds.raise(now) && !bounds.extend(now, &self.reserve) {
+        if !state.outside_bounds.extend(now, &self.reserve) {
             self.settle_with(&mut state, self.part().as_deref(), false);
         }
     }

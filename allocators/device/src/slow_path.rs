@@ -101,9 +101,7 @@ impl PoolCore {
         }
         let refused = match block {
             Ok(Some(block)) => {
-                if !cache.with(|s| s.raise_highest()) {
-                    self.peaks.settle_cache(cache);
-                }
+                self.peaks.settle_cache(cache);
                 self.sharing_policy.record_served(request.size());
                 self.enforce_threshold();
                 self.publish_allocation();

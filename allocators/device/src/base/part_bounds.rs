@@ -28,10 +28,12 @@ impl PartBounds {
         *self = Self { highest: now, limit };
     }
 
-    /// Raises the limit by what `now` is above it, out of the reserve, and the highest to `now`.
-    /// Returns whether `now` is within the limit then; nothing changes if it is not. A part that is
-    /// not in use takes nothing.
+    /// As [`PartBounds::raise`]. If `now` is above the limit, raises this out of the reserve first,
+    /// as far as that has enough. A part that is not in use takes nothing.
     pub(crate) fn extend(&mut self, now: LiveBytes, reserve: &LimitReserve) -> bool {
+        if self.raise(now) {
+            return true;
+        }
         if self.limit != LiveBytes::default()
             && let Some(taken) = reserve.take(now.above(self.limit))
         {
@@ -85,6 +87,8 @@ impl LimitReserve {
     }
 }
 
+/// Takes at least `least` bytes, rounded up to steps as far as there are as many. Returns how many,
+/// or `None` if there are fewer.
 fn take(from: &AtomicU64, least: u64) -> Option<u64> {
     let taken = |have: u64| least.next_multiple_of(STEP).min(have);
     let left = |have: u64| (have >= least).then(|| have - taken(have));

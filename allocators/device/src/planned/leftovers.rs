@@ -18,8 +18,8 @@ pub(super) struct Leftovers(LazyBox<Lists>);
 
 #[derive(Default)]
 pub(super) struct Lists {
-    /// Whether the live bytes have risen above their limit, or never change again.
-    pub(super) must_settle: bool,
+    /// Whether the live bytes have risen above their limit.
+    pub(super) is_above_limit: bool,
     /// The work that the range waits for before it is given back, and what is dropped then.
     pub(super) retired: Option<(PartsWork, UntilFree)>,
     frees: Vec<DeferredFree>,
@@ -33,16 +33,15 @@ impl Leftovers {
         Self(LazyBox::NONE)
     }
 
-    /// Settles the peaks of the pool, before a block is handed out.
+    /// Takes the live bytes into account in the peaks of the pool, before a block is handed out.
     #[cold]
-    pub(super) fn settle(&mut self) {
-        self.0.get_or_default().must_settle = true;
+    pub(super) fn note_above_limit(&mut self) {
+        self.0.get_or_default().is_above_limit = true;
     }
 
     /// Gives the range back and drops `until_free` when `work` is over, and settles the peaks.
     pub(super) fn retire(&mut self, work: PartsWork, until_free: UntilFree) {
         self.0.get_or_default().retired = Some((work, until_free));
-        self.settle();
     }
 
     pub(super) fn add_free(&mut self, free: DeferredFree) {

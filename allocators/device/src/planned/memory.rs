@@ -326,7 +326,7 @@ impl PlannedMemory {
         let (requested, tag) = (request.size(), request.owner());
         state.usage.record_alloc(bytes, requested);
         if !state.bounds.raise(state.usage.now()) {
-            left.settle();
+            left.note_above_limit();
         }
         let holding = state.by_tag.of_mut(tag);
         holding.bytes += requested;
@@ -449,8 +449,11 @@ impl PlannedMemory {
 
     #[inline(never)]
     fn finish_lists(&self, mut left: Lists) {
-        if left.must_settle {
+        if left.retired.is_some() {
+            // The live bytes never change again.
             self.peaks.settle();
+        } else if left.is_above_limit {
+            self.peaks.settle_part();
         }
         if let Some((work, until_free)) = left.retired.take() {
             self.dedicated.update_usage(|usage| usage.pending += self.span.bytes);

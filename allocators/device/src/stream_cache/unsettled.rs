@@ -39,15 +39,9 @@ impl StreamCache {
 }
 
 impl CacheState {
-    /// Raises the highest to what is live now. Returns whether that is within the limit. If not,
-    /// the caller must settle the peaks before it hands out a block.
-    pub(crate) fn raise_highest(&mut self) -> bool {
-        let now = self.live_bytes();
-        self.bounds.raise(now)
-    }
-
-    /// Raises the limit out of a reserve, if what is live now is above it. Returns whether it is
-    /// within the limit then.
+    /// Raises the highest to what is live now, and the limit out of a reserve if that is above it.
+    /// Returns whether it is within the limit then. If not, the peaks must be settled before a
+    /// block is handed out.
     pub(crate) fn extend_limit(&mut self, reserve: &LimitReserve) -> bool {
         let now = self.live_bytes();
         self.bounds.extend(now, reserve)
@@ -57,7 +51,8 @@ impl CacheState {
     #[cold]
     #[inline(never)]
     pub(super) fn rise(&mut self) -> Option<()> {
-        if self.raise_highest() {
+        let now = self.live_bytes();
+        if self.bounds.raise(now) {
             return Some(());
         }
         self.unsettled.extend(self.last.take());
