@@ -56,7 +56,7 @@ use crate::{
         address_map::AddressMap,
         extent::{BlockExtent, BlockMeta, PackedRequest, UntilFree},
         lazy_box::LazyBox,
-        part_bounds::PartBounds,
+        part_bounds::{LimitReserve, PartBounds},
         usage::TagHoldings,
     },
 };
@@ -170,6 +170,9 @@ pub(crate) trait CacheHost: Send + Sync {
     /// Returns the slot that other processes read the pool's figures from, or 0 if caches do not
     /// count for it.
     fn status_id(&self) -> u64;
+
+    /// Returns what caches take the rises of their limits from.
+    fn limit_reserve(&self) -> &LimitReserve;
 
     /// Takes a ticket in the order of events, if there is a recorder.
     fn ticket(&self) -> Option<EventTicket>;
@@ -371,7 +374,7 @@ impl CacheState {
         self.flush_last();
         let found = self.allocate(request)?;
         self.last = Some(BlockToken::new(cache, &found, request));
-        if self.live_bytes().is_within(self.bounds.highest) { Some(()) } else { self.rise() }
+        if self.bounds.contains(self.live_bytes()) { Some(()) } else { self.admit_last() }
     }
 
     /// Returns the epoch of the last free, pending blocks included.
@@ -394,6 +397,9 @@ impl CacheState {
             // No free has come since, so this is the block's own epoch, or a later one.
             self.free_to_heap(&last, self.last_free);
             self.line.count_free(self.heap.live_bytes(), last.extent.request.bytes());
+            if self.bounds.has_surplus(self.live_bytes()) {
+                self.lower_limit();
+            }
         }
     }
 

@@ -28,6 +28,11 @@ impl LiveBytes {
         self.zip(other, u64::max)
     }
 
+    /// Returns the smaller of each number.
+    pub(crate) fn min(self, other: Self) -> Self {
+        self.zip(other, u64::min)
+    }
+
     /// Returns what `self` has above `other`, or 0, of each number.
     pub(crate) fn above(self, other: Self) -> Self {
         self.zip(other, u64::saturating_sub)

@@ -325,7 +325,8 @@ impl PlannedMemory {
         let (address, bytes) = (self.span.address + hit.offset, driver_block.bytes);
         let (requested, tag) = (request.size(), request.owner());
         state.usage.record_alloc(bytes, requested);
-        if !state.bounds.raise(state.usage.now()) {
+        let now = state.usage.now();
+        if !state.bounds.contains(now) && !state.bounds.admit(now, self.peaks.reserve()) {
             left.note_above_limit();
         }
         let holding = state.by_tag.of_mut(tag);

@@ -2,7 +2,7 @@
 
 use super::PoolCore;
 use crate::{
-    base::extent::BlockExtent,
+    base::{extent::BlockExtent, part_bounds::LimitReserve},
     stream_cache::{CacheHost, StreamCache},
 };
 use aquifer_core::{Action, event::EventTicket};
@@ -20,6 +20,10 @@ impl CacheHost for PoolCore {
 
     fn status_id(&self) -> u64 {
         self.status.lines_id()
+    }
+
+    fn limit_reserve(&self) -> &LimitReserve {
+        self.peaks.reserve()
     }
 
     fn ticket(&self) -> Option<EventTicket> {

@@ -39,24 +39,35 @@ impl StreamCache {
 }
 
 impl CacheState {
-    /// Raises the highest to what is live now, and the limit out of a reserve if that is above it.
-    /// Returns whether it is within the limit then. If not, the peaks must be settled before a
-    /// block is handed out.
-    pub(crate) fn extend_limit(&mut self, reserve: &LimitReserve) -> bool {
+    /// Takes what is live now into account. Returns whether it is within the limit. If not, the
+    /// peaks must be settled before a block is handed out.
+    pub(crate) fn admit(&mut self, reserve: &LimitReserve) -> bool {
         let now = self.live_bytes();
-        self.bounds.extend(now, reserve)
+        self.bounds.admit(now, reserve)
     }
 
-    /// Raises the highest for the block in `last`, or sets the block aside and returns `None`.
+    /// Takes the block in `last` into account, or sets the block aside and returns `None`.
     #[cold]
     #[inline(never)]
-    pub(super) fn rise(&mut self) -> Option<()> {
-        let now = self.live_bytes();
-        if self.bounds.raise(now) {
+    pub(super) fn admit_last(&mut self) -> Option<()> {
+        if self.admit_bound() {
             return Some(());
         }
         self.unsettled.extend(self.last.take());
         None
+    }
+
+    /// Gives bytes of the limit back after a free that took the cache far below it.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn lower_limit(&mut self) {
+        self.admit_bound();
+    }
+
+    fn admit_bound(&mut self) -> bool {
+        let now = self.live_bytes();
+        let reserve = self.binding.as_ref().map(|binding| binding.pool.limit_reserve());
+        reserve.is_some_and(|reserve| self.bounds.admit(now, reserve))
     }
 
     fn take_unsettled(&mut self, request: &Request) -> Option<BlockToken> {
