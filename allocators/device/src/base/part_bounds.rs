@@ -69,6 +69,7 @@ impl PartBounds {
     /// Takes into account that the part has `now` live bytes. Gives bytes of the limit to the
     /// reserve if the part has fallen far below it, and raises the limit out of the reserve if the
     /// part is above it. Returns whether it is within the limit then. If not, the highest stays.
+    #[cold]
     pub(crate) fn admit(&mut self, now: LiveBytes, reserve: &LimitReserve) -> bool {
         let mut lowest = self.window.lowest;
         let is_low = self.has_surplus(now);

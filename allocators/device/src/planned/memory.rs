@@ -283,7 +283,7 @@ impl PlannedMemory {
     }
 
     /// Returns what the owners of a block of the plan hold.
-    #[inline]
+    #[inline(always)]
     fn template(
         self: &Arc<Self>,
         cursor: &PlanCursor,
