@@ -368,7 +368,7 @@ impl CacheState {
     }
 
     /// Allocates from the heap for `request`, and stores the block's token in `last`. Returns
-    /// `None` and sets the block aside if it takes the cache above its limit.
+    /// `None` and sets the block aside if it takes the cache above its limit, and that cannot rise.
     #[inline(never)]
     fn find_token(&mut self, cache: &'static StreamCache, request: &Request) -> Option<()> {
         self.flush_last();

@@ -121,8 +121,8 @@ impl LimitReserve {
         self.requested.store(bytes.requested, Ordering::Release);
     }
 
-    /// Returns by how much a limit should exceed the live bytes of its part: more than a block of
-    /// common size, and less the closer the sum is to the peak.
+    /// Returns by how much a limit should exceed the live bytes of its part: the less there is, the
+    /// less.
     fn rise(&self) -> LiveBytes {
         let rise = |bytes: &AtomicU64| (bytes.load(Ordering::Acquire) / RISE_PART).max(SLACK / 2);
         LiveBytes { live: rise(&self.live), requested: rise(&self.requested) }
