@@ -196,7 +196,7 @@ impl PoolPeaks {
     /// thread that may have taken the cache above its limit, before it hands the block out. Settles
     /// only if the cache is above its limit and the reserve has too little.
     pub(crate) fn settle_cache(&self, cache: &StreamCache) {
-        self.settle_unless(|| cache.with(|cache| cache.admit(&self.reserve)));
+        self.settle_unless(|| cache.with(CacheState::admit));
     }
 
     /// As [`PoolPeaks::settle_cache`], for the part with a lock of its own.

@@ -9,10 +9,7 @@
 //! takes the block of another one, that one allocates again.
 
 use super::{BlockToken, CacheState, StreamCache};
-use crate::{
-    Request,
-    base::{extent::PackedRequest, part_bounds::LimitReserve},
-};
+use crate::{Request, base::extent::PackedRequest};
 
 impl StreamCache {
     /// As [`StreamCache::fast_alloc`], for a caller that can settle: sets nothing aside. Returns
@@ -41,16 +38,17 @@ impl StreamCache {
 impl CacheState {
     /// Takes what is live now into account. Returns whether it is within the limit. If not, the
     /// peaks must be settled before a block is handed out.
-    pub(crate) fn admit(&mut self, reserve: &LimitReserve) -> bool {
+    pub(crate) fn admit(&mut self) -> bool {
         let now = self.live_bytes();
-        self.bounds.admit(now, reserve)
+        let reserve = self.binding.as_ref().map(|binding| binding.pool.limit_reserve());
+        reserve.is_some_and(|reserve| self.bounds.admit(now, reserve))
     }
 
     /// Takes the block in `last` into account, or sets the block aside and returns `None`.
     #[cold]
     #[inline(never)]
     pub(super) fn admit_last(&mut self) -> Option<()> {
-        if self.admit_bound() {
+        if self.admit() {
             return Some(());
         }
         self.unsettled.extend(self.last.take());
@@ -61,13 +59,7 @@ impl CacheState {
     #[cold]
     #[inline(never)]
     pub(super) fn lower_limit(&mut self) {
-        self.admit_bound();
-    }
-
-    fn admit_bound(&mut self) -> bool {
-        let now = self.live_bytes();
-        let reserve = self.binding.as_ref().map(|binding| binding.pool.limit_reserve());
-        reserve.is_some_and(|reserve| self.bounds.admit(now, reserve))
+        self.admit();
     }
 
     fn take_unsettled(&mut self, request: &Request) -> Option<BlockToken> {
