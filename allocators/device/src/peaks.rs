@@ -16,8 +16,8 @@
 //!   reserve and raises its limit by them. Where the reserve has too little, the request leaves
 //!   the fast path, and all parts settle before the caller gets the block. Threads that come
 //!   together for that settle once.
-//! - Far below the limit, the cache lowers its limit and gives the bytes to the reserve. A free
-//!   checks this too, since a stream may free all that it has and allocate nothing for a while.
+//! - Far below the limit, the cache lowers its limit and gives the bytes to the reserve. So does a
+//!   free, since a stream may free all that it has and allocate nothing for a while.
 //!
 //! After both, the limit exceeds the live bytes by a 32nd of the reserve, or by half of [`SLACK`].
 //! This is the demarcation protocol (D. Barbará-Millá and H. Garcia-Molina, The VLDB Journal 3,
@@ -122,10 +122,8 @@ struct State {
     /// What is live outside of the caches.
     outside: LiveBytes,
     outside_bounds: PartBounds,
-    /// Whether there was at most one part at the last settlement. The sum of the highest is exact
-    /// since then.
-    is_sole: bool,
-    /// What limits and reserve have together. Nothing bounds them if there is a sole part.
+    /// What limits and reserve have together since the last settlement, or [`LiveBytes::MAX`] if
+    /// there was at most one part: the sum of the highest is exact since then.
     allowed: LiveBytes,
     /// The locks of the caches during a settlement; empty between two of them.
     locks: Vec<&'static CacheLock>,
@@ -264,7 +262,7 @@ impl PoolPeaks {
                 sums.add(cache.live_bytes(), &cache.bounds);
             });
         }
-        sums.highest = state.highest_sum(sums.highest);
+        sums.highest = sums.highest.min(state.allowed);
         let rises = state.settle(&sums, outside_parts, is_reset);
         self.reserve.set(rises.reserve);
         state.outside_bounds.settle(state.outside, rises.of_outside);
@@ -301,7 +299,7 @@ impl PoolPeaks {
                 visit(cache);
             });
         }
-        state.reported.max(state.highest_sum(highest))
+        state.reported.max(highest.min(state.allowed))
     }
 
     /// Returns the number of settlements so far.
@@ -344,12 +342,6 @@ impl Sums {
 }
 
 impl State {
-    /// Returns a sum above which all parts together have not been since the last settlement, from
-    /// the sum of their highest.
-    fn highest_sum(&self, highest: LiveBytes) -> LiveBytes {
-        if self.is_sole { highest } else { highest.min(self.allowed) }
-    }
-
     /// Takes the sums of all parts into account, of which `outside_parts` are outside of the caches
     /// and the plan.
     fn settle(&mut self, sums: &Sums, outside_parts: u64, is_reset: bool) -> Rises {
@@ -357,7 +349,8 @@ impl State {
         if is_reset {
             (self.known, self.reported) = (now, now);
         } else {
-            let exact = if self.is_sole { highest.max(now) } else { now };
+            let is_exact = self.allowed == LiveBytes::MAX;
+            let exact = if is_exact { highest.max(now) } else { now };
             self.known = self.known.max(exact);
             self.reported = self.reported.max(highest).max(now);
         }
@@ -365,8 +358,8 @@ impl State {
         {
             self.settlements += 1;
         }
-        self.is_sole = parts <= 1;
-        if self.is_sole {
+        if parts <= 1 {
+            self.allowed = LiveBytes::MAX;
             return Rises::default();
         }
         let slack_parts = parts - outside_parts;

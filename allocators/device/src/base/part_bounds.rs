@@ -116,6 +116,7 @@ pub(crate) struct LimitReserve {
 }
 
 impl LimitReserve {
+    /// Sets what there is.
     pub(crate) fn set(&self, bytes: LiveBytes) {
         self.live.store(bytes.live, Ordering::Release);
         self.requested.store(bytes.requested, Ordering::Release);
@@ -162,8 +163,8 @@ mod tests {
         LiveBytes { live: bytes, requested: bytes }
     }
 
-    /// Parts that were settled with a reserve.
-    fn settled(parts: usize, reserve: u64) -> (Vec<PartBounds>, LimitReserve) {
+    /// Returns parts with a limit of 0, and what they can take.
+    fn parts_and_reserve(parts: usize, reserve: u64) -> (Vec<PartBounds>, LimitReserve) {
         let shared = LimitReserve::default();
         shared.set(both(reserve));
         (vec![PartBounds::default(); parts], shared)
@@ -175,7 +176,7 @@ mod tests {
             let mut random = SplitMix64::new(seed);
             let mut below = |end: u64| random.next_u64() % end;
             let given = below(64 * SLACK);
-            let (mut parts, reserve) = settled(8, given);
+            let (mut parts, reserve) = parts_and_reserve(8, given);
             let mut live = [LiveBytes::default(); 8];
             for step in 0..2000 {
                 let at = below(8) as usize;
@@ -207,7 +208,7 @@ mod tests {
 
     #[test]
     fn a_part_that_falls_gives_so_that_another_one_rises() {
-        let (mut parts, reserve) = settled(2, 64 * SLACK);
+        let (mut parts, reserve) = parts_and_reserve(2, 64 * SLACK);
         let (most, some) = (both(60 * SLACK), both(SLACK));
         assert!(parts[0].admit(most, &reserve));
         assert!(parts[1].admit(some, &reserve));
