@@ -23,7 +23,7 @@ use aquifer_core::{
 use aquifer_heap::{HeapBlock, Range};
 use aquifer_stream::Timeline;
 use handle::{Handle, HeldBytes};
-use options::{PlaceOptions, PlaceOutcome};
+use options::{Granularity, PlaceOptions, PlaceOutcome};
 use std::{fmt, sync::Arc, time::Duration};
 
 /// The physical memory of a pool, of one of the two kinds. It is called on slow paths only.
@@ -77,11 +77,13 @@ pub(crate) trait Physical: fmt::Debug + Send + Sync {
         Err(MemoryError::Unsupported { feature: "virtual memory management (cuMemMap)" })
     }
 
-    /// Allocates a block from the free memory that no cache has. Makes no driver call.
+    /// Allocates a block from the free memory that no cache has, of which the cache gets pieces of
+    /// this granularity. Makes no driver call.
     fn allocate_shared(
         &self,
         _cache: &'static StreamCache,
         _request: &Request,
+        _pieces: Granularity,
         _fit: Fit,
     ) -> Option<HeapBlock> {
         None

@@ -43,7 +43,10 @@
 //!   path costs less than a move. That ends once less is held than the high-water mark, after a
 //!   trim.
 
-use crate::base::policy_params::{policy, sixteenths};
+use crate::{
+    base::policy_params::{policy, sixteenths},
+    physical::options::Granularity,
+};
 use aquifer_core::Budget;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -102,6 +105,8 @@ pub(crate) struct SharingPolicy {
     ample: AtomicBool,
     /// Nearly all of the budget is in use: see [`policy`].
     tight: AtomicBool,
+    /// More than half of the budget is live.
+    crowded: AtomicBool,
     /// There is more than one stream.
     several_streams: AtomicBool,
     /// The minimum size of blocks that come from the shared free list; `u64::MAX` if none do.
@@ -141,7 +146,8 @@ impl SharingPolicy {
     /// list.
     pub(crate) fn min_shared_extent(&self) -> u64 {
         if self.shares_all() {
-            0
+            // Smaller ranges in the caches keep small blocks off the slow path.
+            if self.crowded.load(Ordering::Relaxed) { 0 } else { policy().own_cache_max }
         } else {
             self.shared_from.load(Ordering::Relaxed).min(policy().large_block)
         }
@@ -163,10 +169,19 @@ impl SharingPolicy {
         !self.shares_all() && (bytes >= shared_from || shared_from <= policy().unbounded_max + 1)
     }
 
-    /// Returns whether a block of `bytes` that does not fit in its stream's cache may be cut from
-    /// the shared free list. For smaller blocks, cutting single units is not worth it.
-    pub(crate) fn may_share(&self, bytes: u64) -> bool {
-        self.shares_all() || self.sharing && bytes >= policy().medium_block
+    /// Returns the pieces of the shared free list that serve a block of `bytes` which does not fit
+    /// in its stream's cache, or `None` if a search of all memory comes first.
+    pub(crate) fn shared_pieces(&self, bytes: u64) -> Option<Granularity> {
+        if self.shares_all() || self.sharing && bytes >= policy().medium_block {
+            return Some(Granularity::Units);
+        }
+        match self.spacious.load(Ordering::Relaxed) {
+            _ if !self.sharing => None,
+            // A small block takes new memory.
+            true => (bytes > policy().unbounded_max).then_some(Granularity::Units),
+            // Beside what is still in a cache, a piece would pin a slot for nothing.
+            false => (!self.crowded.load(Ordering::Relaxed)).then_some(Granularity::Slots),
+        }
     }
 
     /// Returns the choice among otherwise equal places for a block.
@@ -319,6 +334,7 @@ impl SharingPolicy {
             (&self.spacious, spacious),
             (&self.ample, ample),
             (&self.tight, tight),
+            (&self.crowded, live > sixteenths(limit, policy().drain_above)),
             (&self.several_streams, streams.len() > 1),
             (&self.moves_often, moves_often),
         ];

@@ -38,7 +38,7 @@ use crate::{
     },
     physical::{
         handle::{Funds, HandleError},
-        options::{PlaceOptions, PlaceOutcome, Readiness},
+        options::{Granularity, PlaceOptions, PlaceOutcome, Readiness},
     },
     pool_core::{PoolCore, counters::count, fences::FenceScope},
     reclaim::Reclaimers,
@@ -261,7 +261,8 @@ impl PoolCore {
         let donors: &[&'static StreamCache] = if sharing { &caches } else { &own };
         if sharing
             && self.sharing_policy.searches_shared_first(request.size())
-            && let Some(block) = self.allocate_shared(cache, donors, request, progress)
+            && let Some(block) =
+                self.allocate_shared(cache, donors, request, Granularity::Units, progress)
         {
             return Ok(Some(block));
         }
@@ -278,8 +279,8 @@ impl PoolCore {
             return Ok(Some(block));
         }
         if sharing
-            && self.sharing_policy.may_share(request.size())
-            && let Some(block) = self.allocate_shared(cache, donors, request, progress)
+            && let Some(pieces) = self.sharing_policy.shared_pieces(request.size())
+            && let Some(block) = self.allocate_shared(cache, donors, request, pieces, progress)
         {
             return Ok(Some(block));
         }
@@ -383,6 +384,7 @@ impl PoolCore {
         cache: &'static StreamCache,
         donors: &[&'static StreamCache],
         request: &Request,
+        pieces: Granularity,
         progress: &mut Progress<'_>,
     ) -> Option<Block> {
         if !self.physical.is_mapped() {
@@ -392,7 +394,8 @@ impl PoolCore {
             self.physical.share_free(donors, self.sharing_policy.min_shared_extent());
             progress.own_moves += 1;
         }
-        let place = self.physical.allocate_shared(cache, request, self.sharing_policy.fit())?;
+        let place =
+            self.physical.allocate_shared(cache, request, pieces, self.sharing_policy.fit())?;
         count(&self.counters.adoptions, 1);
         Some(self.make_block(cache, &BlockToken::new(cache, &place, request), self.ticket()))
     }

@@ -48,6 +48,9 @@ policy_params! {
     /// Sharing streams separate again below these sixteenths: the hysteresis that keeps a loop at
     /// the border from oscillating.
     separate_below: 6,
+    /// While streams share, free ranges of at most `own_cache_max` stay in the caches until more
+    /// than these sixteenths of the budget are live: fewer slow paths against packing.
+    drain_above: 8,
     /// A stream counts as one of several that share if it holds more than this part of all memory,
     /// or more than half of an equal share if there are many streams: a small stream beside a
     /// large one keeps its fast path.

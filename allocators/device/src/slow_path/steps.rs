@@ -56,6 +56,9 @@ const ADOPT_IN_USE: PlaceOptions = options(Readiness::MayWait, Granularity::Unit
 pub(super) const GROW: PlaceOptions =
     options(Readiness::Completed, Granularity::Slots, true, false);
 
+/// As [`GROW`], next to free pieces of any length.
+const GROW_UNITS: PlaceOptions = options(Readiness::Completed, Granularity::Units, true, false);
+
 /// Handles from under free memory where it is missing.
 const MOVE: PlaceOptions = options(Readiness::Completed, Granularity::Units, false, true);
 
@@ -177,9 +180,16 @@ pub(super) const SMALL_WITHIN_BOUND: &[Step] = &[
     Step::FromAll(MOVE_AND_GROW),
 ];
 
-/// Where all free memory is shared, and has been searched already.
+/// Where all free memory is shared, and has been searched already. A wait on the device comes
+/// before a move: it costs the host a few driver calls, and a block of many handles as many moves.
 ///
-/// The order: new memory, and handles from under free memory where it is refused; pending frees
-/// that their streams wait for on the device; everything, also from memory that is still in use.
-pub(super) const SHARED_ONLY: &[Step] =
-    &[Step::FromAll(GROW_AND_MOVE), Step::Wait, Step::FromAll(ALL)];
+/// The order: new memory; pending frees that their streams wait for on the device; free pieces that
+/// are still in use; everything, in the place that needs the fewest handles, also from memory that
+/// is still in use; the same without waits.
+pub(super) const SHARED_ONLY: &[Step] = &[
+    Step::FromAll(GROW_UNITS),
+    Step::Wait,
+    Step::FromAll(ADOPT_IN_USE),
+    Step::FromAll(ALL),
+    Step::FromAll(GROW_AND_MOVE),
+];

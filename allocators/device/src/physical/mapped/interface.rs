@@ -7,7 +7,7 @@ use crate::{
     physical::{
         Physical,
         handle::{Handle, HeldBytes},
-        options::{PlaceOptions, PlaceOutcome},
+        options::{Granularity, PlaceOptions, PlaceOutcome},
     },
     sharing_policy::Fit,
     stream_cache::StreamCache,
@@ -83,9 +83,10 @@ impl Physical for Mapped {
         &self,
         cache: &'static StreamCache,
         request: &Request,
+        pieces: Granularity,
         fit: Fit,
     ) -> Option<HeapBlock> {
-        self.allocate_shared(cache, request, fit)
+        self.allocate_shared(cache, request, pieces, fit)
     }
 
     fn share_free(&self, caches: &[&'static StreamCache], least: u64) {

@@ -8,11 +8,12 @@ use super::{
 use crate::{
     Request,
     base::dependencies::is_done_except,
-    physical::options::{PlaceOptions, PlaceOutcome},
+    physical::options::{Granularity, PlaceOptions, PlaceOutcome},
     sharing_policy::Fit,
     stream_cache::StreamCache,
 };
 use aquifer_core::Result;
+use aquifer_heap::Range;
 
 impl Mapped {
     /// Finds room for `request` in the free ranges of `cache` and `donors` and in unclaimed slots,
@@ -77,16 +78,24 @@ impl Mapped {
     }
 
     /// Allocates a block from the shared free list, at the best place by `fit` that is ready for
-    /// its stream. Makes no driver call.
+    /// its stream. In whole slots, the cache gets what the block leaves of them. Makes no driver
+    /// call.
     pub(crate) fn allocate_shared(
         &self,
         cache: &'static StreamCache,
         request: &Request,
+        pieces: Granularity,
         fit: Fit,
     ) -> Option<aquifer_heap::HeapBlock> {
         let bytes = request.size().checked_next_multiple_of(HEAP.unit)?;
         let small = bytes <= HEAP.small_max;
-        let (len, align) = (if small { HEAP.page } else { bytes }, request.alignment());
+        let (len, align) = match pieces {
+            Granularity::Slots => {
+                (bytes.checked_next_multiple_of(self.slot)?, request.alignment().max(self.slot))
+            }
+            Granularity::Units if small => (HEAP.page, request.alignment()),
+            Granularity::Units => (bytes, request.alignment()),
+        };
         let own = cache.timeline();
         let (range, deps) = {
             let mut shared_free = self.shared_free();
@@ -98,7 +107,8 @@ impl Mapped {
         let stamp = deps.iter().map(|(_, epoch)| *epoch).max().unwrap_or(0).min(own.open());
         cache.with(|s| {
             s.add(range, stamp);
-            if small { s.allocate(request) } else { s.allocate_at(range, request) }
+            let block = Range { len: bytes, ..range };
+            if small { s.allocate(request) } else { s.allocate_at(block, request) }
         })
     }
 
