@@ -166,7 +166,7 @@ impl DevicePool {
                 });
             }
             let handle_sizes = match config.handle_bytes {
-                0 if config.compact => HandleSizes::ByBlock,
+                0 if config.compact => HandleSizes::ByBlockAndHeld,
                 0 => HandleSizes::ByBlockAndRest,
                 _ => HandleSizes::Fixed,
             };

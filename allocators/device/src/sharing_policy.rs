@@ -75,11 +75,8 @@ pub(crate) enum GrowthOrder {
     /// Like `ReuseFirst`, but idle handles are moved before memory grows: the held memory is seven
     /// fourths of the high-water mark of use, or would exceed its bound.
     CompactFirst,
-    /// Like `ReuseFirst`, but memory grows up to the bound of a pool that compacts, and idle
-    /// handles are moved for the rest.
-    WithinBound,
-    /// As `WithinBound`, for a block of at most 1 MiB: whole free slots come first.
-    SmallWithinBound,
+    /// All free memory is shared, and has been searched already.
+    SharedOnly,
 }
 
 /// The choice among otherwise equal places for a block.
@@ -121,12 +118,6 @@ pub(crate) struct SharingPolicy {
     /// decisions. With `peak_live` instead, handles would move later, and held memory would exceed
     /// its bound.
     high_water: AtomicU64,
-    /// Blocks allocated when moves were last counted.
-    counted_blocks: AtomicU64,
-    /// Handles moved until then.
-    counted_moves: AtomicU64,
-    /// Handles have moved often since the streams held less than the high-water mark.
-    moves_often: AtomicBool,
 }
 
 impl SharingPolicy {
@@ -179,7 +170,7 @@ impl SharingPolicy {
             _ if !self.sharing => None,
             // A small block takes new memory.
             true => (bytes > policy().unbounded_max).then_some(Granularity::Units),
-            // Beside what is still in a cache, a piece would pin a slot for nothing.
+            // Beside what is still in a cache, a unit would pin a slot for nothing.
             false => (!self.crowded.load(Ordering::Relaxed)).then_some(Granularity::Slots),
         }
     }
@@ -192,10 +183,10 @@ impl SharingPolicy {
     /// Returns the search order for a stream that has no room for `bytes`.
     pub(crate) fn growth_order(&self, bytes: u64) -> GrowthOrder {
         if self.compacts && self.room_below_bound(bytes) < bytes {
-            return match bytes > policy().unbounded_max {
-                true => GrowthOrder::WithinBound,
-                false => GrowthOrder::SmallWithinBound,
-            };
+            return GrowthOrder::CompactFirst;
+        }
+        if self.shares_all() {
+            return GrowthOrder::SharedOnly;
         }
         if self.exceeds_bound(bytes) {
             return GrowthOrder::CompactFirst;
@@ -222,10 +213,10 @@ impl SharingPolicy {
         }
     }
 
-    /// Returns the bytes of new memory that a block of `bytes` may take in a pool that compacts,
-    /// before idle handles move under it.
+    /// Returns the bytes of new memory that a block of `bytes` may take before idle handles move
+    /// under it.
     pub(crate) fn room_below_bound(&self, bytes: u64) -> u64 {
-        self.room_below(policy().compact_bound, bytes)
+        self.room_below(if self.compacts { policy().compact_bound } else { policy().bound }, bytes)
     }
 
     /// Returns the bytes that can be added to what is held before it exceeds these sixteenths of
@@ -241,7 +232,7 @@ impl SharingPolicy {
         self.sharing
             && bytes > policy().unbounded_max
             && self.several_streams.load(Ordering::Relaxed)
-            && self.room_below(policy().bound, bytes) < bytes
+            && self.room_below_bound(bytes) < bytes
     }
 
     /// Returns whether as much has been in use before as now with a block of `bytes` more.
@@ -271,29 +262,19 @@ impl SharingPolicy {
             .fetch_max(self.live.load(Ordering::Relaxed).saturating_add(bytes), Ordering::Relaxed);
     }
 
-    /// Takes the numbers of blocks that the streams of the pool have allocated and of handles that
-    /// the pool has moved since it was opened. If there are fewer blocks than before, because a
-    /// stream has ended, counting starts anew.
-    pub(crate) fn count_moves(&self, blocks: u64, moves: u64) {
-        // Relaxed: two threads that count at the same time count some moves twice or not at all.
-        let since = blocks.checked_sub(self.counted_blocks.load(Ordering::Relaxed));
-        if !self.compacts || since.is_some_and(|since| since < policy().move_window) {
-            return;
-        }
-        let moved = moves.saturating_sub(self.counted_moves.load(Ordering::Relaxed));
-        if since.is_some_and(|since| moved.saturating_mul(policy().often_moved) > since) {
-            self.moves_often.store(true, Ordering::Relaxed);
-        }
-        self.counted_blocks.store(blocks, Ordering::Relaxed);
-        self.counted_moves.store(moves, Ordering::Relaxed);
-    }
-
     /// Decides again, from the budget, the memory of each stream, and the `shared` free bytes.
     /// `streams` has those that are leased or hold memory: idle caches are no streams. Once
     /// together, streams stay so until less than three eighths of the budget are used. This
     /// hysteresis keeps a loop at the border from oscillating.
     pub(crate) fn update(&self, budget: &Budget, streams: &[CacheFootprint], shared: u64) {
-        let (used, limit) = (budget.used(), budget.limit());
+        let (live, free) =
+            streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
+        let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
+        let used = budget.used();
+        let limit = match self.compacts {
+            true => budget.limit().min(sixteenths(peak_live, policy().compact_bound)),
+            false => budget.limit(),
+        };
         let border = match self.shares_all() {
             true => sixteenths(limit, policy().separate_below),
             false => sixteenths(limit, policy().share_above),
@@ -304,8 +285,6 @@ impl SharingPolicy {
             .iter()
             .filter(|stream| held(stream) > used / policy().holder_part.max(2 * some));
         let all_shared = self.sharing && used > border && holders.count() > 1;
-        let (live, free) =
-            streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
         let (spacious, ample) = (
             used <= sixteenths(limit, policy().spacious_up_to),
             free <= sixteenths(live, policy().ample_idle),
@@ -314,13 +293,10 @@ impl SharingPolicy {
         self.held.store(live + free, Ordering::Relaxed);
         self.live.store(live, Ordering::Relaxed);
         self.high_water.fetch_max(live, Ordering::Relaxed);
-        let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
         let holds = |parts| {
             self.sharing && streams.len() > 1 && live + free >= sixteenths(peak_live, parts)
         };
-        // Until less is held than the peak.
-        let moves_often = holds(16) && self.moves_often.load(Ordering::Relaxed);
-        let shared_from = if all_shared || moves_often {
+        let shared_from = if all_shared {
             policy().own_cache_max + 1
         } else if holds(policy().share_larger_from) {
             policy().unbounded_max + 1
@@ -334,9 +310,8 @@ impl SharingPolicy {
             (&self.spacious, spacious),
             (&self.ample, ample),
             (&self.tight, tight),
-            (&self.crowded, live > sixteenths(limit, policy().drain_above)),
+            (&self.crowded, live > sixteenths(budget.limit(), policy().drain_above)),
             (&self.several_streams, streams.len() > 1),
-            (&self.moves_often, moves_often),
         ];
         // Written only on change: the flags are read far more often, and the cache line stays
         // shared.
@@ -491,26 +466,21 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_that_compacts_grows_within_its_bound() {
+    fn handles_of_a_pool_that_compacts_move_before_it_exceeds_its_bound() {
         let (policy, budget) = (SharingPolicy::new(true, true), Budget::new("a test", 1 << 40));
         let high = 1600 * MIB;
         let step = |live: u64, free: u64, bytes: u64, streams: u64| {
             let each = CacheFootprint { live: live / streams, free: 0 };
             policy.update(&budget, &vec![each; streams as usize], free);
-            matches!(
-                policy.growth_order(bytes),
-                GrowthOrder::WithinBound | GrowthOrder::SmallWithinBound
-            )
+            policy.growth_order(bytes) == GrowthOrder::CompactFirst
         };
         let below = high - 2 * MIB;
         for streams in [1, 2] {
             assert!(!step(high, 0, 2 * MIB, streams));
             assert!(!step(below, 100 * MIB, 2 * MIB, streams));
             assert!(step(below, 101 * MIB, 2 * MIB, streams));
-            assert_eq!(policy.room_below_bound(2 * MIB), MIB);
             assert!(!step(below, 101 * MIB, MIB / 2, streams), "it fits");
             assert!(step(high, 100 * MIB + 1, 1, streams), "a small block");
-            assert_eq!(policy.growth_order(1), GrowthOrder::SmallWithinBound);
             // A block that raises the peak raises the bound.
             assert!(!step(high, 100 * MIB, 2 * MIB, streams));
             assert!(step(high, 101 * MIB, 2 * MIB, streams));
@@ -518,28 +488,25 @@ mod tests {
     }
 
     #[test]
-    fn streams_whose_handles_move_often_share_until_less_is_held() {
-        let (policy, budget) = (SharingPolicy::new(true, true), Budget::new("a test", 100_000));
-        let step = |each: u64, free: u64| {
-            policy.update(&budget, &[CacheFootprint { live: each, free: 0 }; 2], free);
-            policy.prefers_shared(POLICY.own_cache_max + 1)
-        };
-        let (window, often) = (POLICY.move_window, POLICY.often_moved);
-        assert!(!step(500, 0));
-        policy.count_moves(window, window / often);
-        assert!(!step(500, 0), "not more than one for so many blocks");
-        policy.count_moves(2 * window - 1, window);
-        assert!(!step(500, 0), "too few blocks to tell");
-        policy.count_moves(2 * window, 2 * window / often + 1);
-        assert!(step(500, 0) && !policy.prefers_shared(POLICY.own_cache_max));
-        policy.count_moves(3 * window, 2 * window / often + 1);
-        assert!(step(450, 100), "sharing is what ended the moves");
-        assert!(!step(450, 99) && !step(450, 100));
-        // A stream has ended, and its blocks are no longer counted.
-        policy.count_moves(0, 10 * window);
-        assert!(!step(450, 100));
-        policy.count_moves(window, 10 * window + window / often + 1);
-        assert!(step(450, 100));
+    fn streams_of_a_pool_that_compacts_share_as_if_its_bound_were_the_limit() {
+        let budget = Budget::new("a test", 1 << 40);
+        let high = 1600;
+        for (compacts, held, shares) in
+            [(true, 850, false), (true, 851, true), (true, 1700, true), (false, 1700, false)]
+        {
+            let policy = SharingPolicy::new(true, compacts);
+            let step = |live: u64, held: u64| {
+                let charge = budget.charge(held);
+                let each = CacheFootprint { live: live / 2, free: (held - live) / 2 };
+                policy.update(&budget, &[each; 2], 0);
+                drop(charge);
+            };
+            // One stream at the peak.
+            policy.update(&budget, &[CacheFootprint { live: high, free: 0 }], 0);
+            assert!(!policy.shares_all());
+            step(800, held);
+            assert_eq!(policy.shares_all(), shares, "{compacts}, {held}");
+        }
     }
 
     #[test]

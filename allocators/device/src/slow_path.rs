@@ -51,10 +51,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
-use steps::{
-    COMPACT_FIRST, GROW, GROW_FIRST, REUSE_FIRST, SHARED_FIRST, SHARED_ONLY, SMALL_WITHIN_BOUND,
-    Step, WITHIN_BOUND,
-};
+use steps::{COMPACT_FIRST, GROW, GROW_FIRST, REUSE_FIRST, SHARED_FIRST, SHARED_ONLY, Step};
 
 /// How many times moves of other threads are waited for before a request is refused.
 const MOVE_RETRIES: u32 = 64;
@@ -278,20 +275,17 @@ impl PoolCore {
         if !shares_all && let Some(block) = self.retry_cache(cache, request, collected) {
             return Ok(Some(block));
         }
-        if sharing
-            && let Some(pieces) = self.sharing_policy.shared_pieces(request.size())
+        if let Some(pieces) = self.sharing_policy.shared_pieces(request.size())
             && let Some(block) = self.allocate_shared(cache, donors, request, pieces, progress)
         {
             return Ok(Some(block));
         }
         let steps = match self.sharing_policy.growth_order(request.size()) {
-            GrowthOrder::SmallWithinBound => SMALL_WITHIN_BOUND,
-            GrowthOrder::WithinBound => WITHIN_BOUND,
-            _ if shares_all => SHARED_ONLY,
             GrowthOrder::GrowFirst => GROW_FIRST,
             GrowthOrder::SharedFirst => SHARED_FIRST,
             GrowthOrder::ReuseFirst => REUSE_FIRST,
             GrowthOrder::CompactFirst => COMPACT_FIRST,
+            GrowthOrder::SharedOnly => SHARED_ONLY,
         };
         // An isolated stream never waits for another, nor does one that captures. Evaluated lazily,
         // since it calls the driver.

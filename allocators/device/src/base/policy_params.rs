@@ -64,8 +64,8 @@ policy_params! {
     /// Large blocks come from the shared free list once these sixteenths of the high-water mark are
     /// held: large holes against slow paths.
     surplus: 20,
-    /// Up to this size, blocks of several streams take new memory without a bound, or whole slots
-    /// in a pool that compacts: fewer slow paths against less held memory.
+    /// Up to this size, blocks of several streams take new memory without a bound: fewer slow paths
+    /// against less held memory.
     unbounded_max: MIB,
     /// Blocks above `unbounded_max` come from the shared free list once several streams hold these
     /// sixteenths of the high-water mark: fewer gaps against slow paths.
@@ -73,16 +73,10 @@ policy_params! {
     /// Handles move under a block above `unbounded_max` before several streams hold more than these
     /// sixteenths of the high-water mark: less held memory against moves.
     bound: 24,
-    /// A pool that compacts moves handles under a block of any size before it holds more than these
-    /// sixteenths of the high-water mark, with any number of streams: less held memory against
+    /// A pool that compacts holds these sixteenths of the high-water mark at most, with any number
+    /// of streams: it behaves as if they were its limit. Less held memory against slow paths and
     /// moves.
     compact_bound: 17,
-    /// In a pool that compacts, the blocks of several streams above `own_cache_max` come from the
-    /// shared free list while handles move often: if more than one moves for so many blocks. Slow
-    /// paths against moves; a move costs as much as about twice this number of slow paths.
-    often_moved: 16,
-    /// Moves are counted over so many blocks: bursts of moves against a late reaction.
-    move_window: 4096,
     /// Handles move before memory grows once these sixteenths of the high-water mark are held: less
     /// held memory against moves.
     compact_from: 28,
@@ -98,6 +92,9 @@ policy_params! {
     /// A handle is at most this part of what the pool could still provide: the memory that one
     /// live block pins against the number of driver calls.
     headroom_parts: 4096,
+    /// In a pool that compacts, a handle is also at most this part of what is held: the memory that
+    /// one live block pins against the number of driver calls in the first round.
+    held_parts: 512,
     /// A handle may be this part of a new block, or of the mean live block if that is smaller,
     /// however little is left: growth near the limit against the memory that a small block pins
     /// where a large one was.

@@ -113,10 +113,10 @@ pub(crate) struct Mapped {
 pub(crate) enum HandleSizes {
     /// One slot.
     Fixed,
-    /// Up to a fixed part of the block, so that few are pinned by what lies beside a live block.
-    ByBlock,
     /// Up to a fixed part of the block or of the memory that is left to take.
     ByBlockAndRest,
+    /// The same, and no more than a fixed part of what is held, or of the block.
+    ByBlockAndHeld,
 }
 
 /// Marks memory that is being moved, which other threads cannot see. It is counted before the
@@ -217,8 +217,11 @@ impl Mapped {
         let by_block = typical / policy.block_parts;
         let bytes = match self.handle_sizes {
             HandleSizes::Fixed => 0,
-            HandleSizes::ByBlock => by_block,
             HandleSizes::ByBlockAndRest => by_block.max(left / policy.headroom_parts),
+            HandleSizes::ByBlockAndHeld => {
+                let by_rest = left / policy.headroom_parts;
+                by_block.max(by_rest.min(self.held.now() / policy.held_parts))
+            }
         };
         1 << (bytes.min(policy.largest_handle) / self.slot).max(1).ilog2()
     }

@@ -88,7 +88,7 @@ impl PoolCore {
         caches: &[&'static StreamCache],
         scope: FenceScope,
     ) -> Result<u64> {
-        let (mut held, mut allocated) = (List::with_capacity_in(caches.len(), bump), 0);
+        let mut held = List::with_capacity_in(caches.len(), bump);
         // All fences come before the first poll, since a device needs a moment to complete the
         // event of an idle stream.
         let mut fenced = List::new_in(bump);
@@ -102,7 +102,6 @@ impl PoolCore {
         for &cache in caches {
             let (timeline, last_free, users) = cache.with(|s| {
                 held.extend(s.stream_footprint());
-                allocated += s.allocations();
                 // One fence of a stream covers all its uses.
                 let mut users: List<'_, (Arc<Timeline>, u64)> = List::new_in(bump);
                 for pending in &s.pending {
@@ -131,7 +130,6 @@ impl PoolCore {
             timeline.poll()?;
         }
         let shared = self.physical.uncached_bytes();
-        self.sharing_policy.count_moves(allocated, self.counters.moves.load(Ordering::Relaxed));
         // Bytes of the warm reserve do not count as idle.
         self.sharing_policy.update(
             &self.budget,

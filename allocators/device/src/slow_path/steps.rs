@@ -13,13 +13,10 @@
 //!   [`SHARED_ONLY`] are never chosen.
 //! - Without [`Adoption::Wait`], and for a stream that is isolated or captures, [`Step::Wait`] and
 //!   all searches in memory that is still in use are skipped.
-//! - With [`PoolConfig::compact`], [`WITHIN_BOUND`] or [`SMALL_WITHIN_BOUND`] is chosen where new
-//!   memory would exceed the bound of what is held.
 //!
 //! [grows as a whole]: crate::sharing_policy::SharingPolicy::grows_whole_blocks
 //! [`Adoption::Never`]: crate::Adoption::Never
 //! [`Adoption::Wait`]: crate::Adoption::Wait
-//! [`PoolConfig::compact`]: crate::PoolConfig::compact
 
 use crate::physical::options::{Granularity, PlaceOptions, Readiness};
 
@@ -59,12 +56,6 @@ pub(super) const GROW: PlaceOptions =
 /// As [`GROW`], next to free pieces of any length.
 const GROW_UNITS: PlaceOptions = options(Readiness::Completed, Granularity::Units, true, false);
 
-/// Handles from under free memory where it is missing.
-const MOVE: PlaceOptions = options(Readiness::Completed, Granularity::Units, false, true);
-
-/// As [`MOVE`], also from under memory that is still in use.
-const MOVE_IN_USE: PlaceOptions = options(Readiness::MayWait, Granularity::Units, false, true);
-
 /// New memory, and handles where new memory is refused.
 const GROW_AND_MOVE: PlaceOptions = options(Readiness::Completed, Granularity::Units, true, true);
 
@@ -74,10 +65,7 @@ const MOVE_AND_GROW: PlaceOptions = PlaceOptions { moves_first: true, ..GROW_AND
 /// As [`MOVE_AND_GROW`], also from under memory that is still in use.
 const MOVE_IN_USE_AND_GROW: PlaceOptions = PlaceOptions { moves_first: true, ..ALL };
 
-/// As [`GROW_AND_MOVE`], and handles also where new memory would exceed the bound.
-const GROW_IN_BOUND: PlaceOptions = PlaceOptions { bounded: true, ..GROW_AND_MOVE };
-
-/// As [`GROW_IN_BOUND`], also from under memory that is still in use.
+/// As [`ALL`], and handles also where new memory would exceed the bound.
 const ALL_IN_BOUND: PlaceOptions = PlaceOptions { bounded: true, ..ALL };
 
 /// All of the above.
@@ -132,47 +120,16 @@ pub(super) const REUSE_FIRST: &[Step] = &[
     Step::FromAll(ALL),
 ];
 
-/// Where most memory is idle, or held memory is bounded: handles move as well.
+/// Where most memory is idle, or new memory would exceed the bound of what is held: handles move as
+/// well.
 ///
 /// The order: free pieces of all caches; pending frees that their streams wait for on the device;
-/// free pieces that are still in use; handles from under free memory; handles from under memory
-/// that is still in use; all such handles whose work is done, and new memory for the rest;
-/// everything.
+/// free pieces that are still in use; new memory up to the bound, and handles for the rest, also
+/// from under memory that is still in use. If these are not enough, memory grows beyond the bound:
+/// all such handles, and new memory for the rest; the same without waits.
 pub(super) const COMPACT_FIRST: &[Step] = &[
-    Step::FromAll(ADOPT_UNITS),
-    Step::Wait,
-    Step::FromAll(ADOPT_IN_USE),
-    Step::FromAll(MOVE),
-    Step::FromAll(MOVE_IN_USE),
-    Step::FromAll(MOVE_AND_GROW),
-    Step::FromAll(ALL),
-];
-
-/// Where new memory would exceed the bound of what is held: handles move for as much of it.
-///
-/// The order: free pieces of all caches; pending frees that their streams wait for on the device;
-/// free pieces that are still in use; new memory up to the bound, and handles from under free
-/// memory for the rest; the same, with handles from under memory that is still in use. If these are
-/// not enough, memory grows beyond the bound: all such handles, and new memory for the rest.
-pub(super) const WITHIN_BOUND: &[Step] = &[
-    Step::FromAll(ADOPT_UNITS),
-    Step::Wait,
-    Step::FromAll(ADOPT_IN_USE),
-    Step::FromAll(GROW_IN_BOUND),
-    Step::FromAll(ALL_IN_BOUND),
-    Step::FromAll(MOVE_IN_USE_AND_GROW),
-    Step::FromAll(MOVE_AND_GROW),
-];
-
-/// As [`WITHIN_BOUND`], for small blocks: a slot serves many of them.
-///
-/// The order: whole free slots of all caches, so that the next small blocks of the stream find room
-/// in its own; free pieces; new memory up to the bound, and handles from under free memory for the
-/// rest; only then memory that is still in use, and the rest of [`WITHIN_BOUND`].
-pub(super) const SMALL_WITHIN_BOUND: &[Step] = &[
     Step::FromAll(ADOPT),
     Step::FromAll(ADOPT_UNITS),
-    Step::FromAll(GROW_IN_BOUND),
     Step::Wait,
     Step::FromAll(ADOPT_IN_USE),
     Step::FromAll(ALL_IN_BOUND),

@@ -36,11 +36,6 @@ impl CacheState {
         self.heap.live_blocks() - self.usage.pending_blocks
     }
 
-    /// Returns the number of blocks allocated so far.
-    pub(crate) fn allocations(&self) -> u64 {
-        self.usage.allocations
-    }
-
     /// Adds the counters of this cache to `stats`. Peaks are those of the whole pool.
     pub(crate) fn add_to(&self, stats: &mut PoolStats) {
         let blocks = self.blocks();
