@@ -169,7 +169,7 @@ impl SharingPolicy {
         match self.spacious.load(Ordering::Relaxed) {
             _ if !self.sharing => None,
             // A small block takes new memory.
-            true => (bytes > policy().unbounded_max).then_some(Granularity::Units),
+            true => (bytes > policy().own_cache_max).then_some(Granularity::Units),
             // Beside what is still in a cache, a unit would pin a slot for nothing.
             false => (!self.crowded.load(Ordering::Relaxed)).then_some(Granularity::Slots),
         }

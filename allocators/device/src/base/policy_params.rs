@@ -94,7 +94,7 @@ policy_params! {
     headroom_parts: 4096,
     /// In a pool that compacts, a handle is also at most this part of what is held: the memory that
     /// one live block pins against the number of driver calls in the first round.
-    held_parts: 512,
+    held_parts: 128,
     /// A handle may be this part of a new block, or of the mean live block if that is smaller,
     /// however little is left: growth near the limit against the memory that a small block pins
     /// where a large one was.
