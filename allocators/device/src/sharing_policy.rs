@@ -182,7 +182,7 @@ impl SharingPolicy {
 
     /// Returns the search order for a stream that has no room for `bytes`.
     pub(crate) fn growth_order(&self, bytes: u64) -> GrowthOrder {
-        if self.compacts && self.room_below_bound(bytes) < bytes {
+        if self.compacts && self.growth_before_moves(bytes) < bytes {
             return GrowthOrder::CompactFirst;
         }
         if self.shares_all() {
@@ -214,9 +214,10 @@ impl SharingPolicy {
     }
 
     /// Returns the bytes of new memory that a block of `bytes` may take before idle handles move
-    /// under it.
-    pub(crate) fn room_below_bound(&self, bytes: u64) -> u64 {
-        self.room_below(if self.compacts { policy().compact_bound } else { policy().bound }, bytes)
+    /// under it, where its size would exceed the bound. A pool that does not compact moves them
+    /// first: below its bound, streams share less and are faster.
+    pub(crate) fn growth_before_moves(&self, bytes: u64) -> u64 {
+        if self.compacts { self.room_below(policy().compact_bound, bytes) } else { 0 }
     }
 
     /// Returns the bytes that can be added to what is held before it exceeds these sixteenths of
@@ -232,7 +233,7 @@ impl SharingPolicy {
         self.sharing
             && bytes > policy().unbounded_max
             && self.several_streams.load(Ordering::Relaxed)
-            && self.room_below_bound(bytes) < bytes
+            && self.room_below(policy().bound, bytes) < bytes
     }
 
     /// Returns whether as much has been in use before as now with a block of `bytes` more.

@@ -416,7 +416,7 @@ impl PoolCore {
         let mut outcome =
             PlaceOutcome { reserved: progress.reserved, whole, ..PlaceOutcome::default() };
         if options.bounded {
-            outcome.max_growth = Some(self.sharing_policy.room_below_bound(request.size()));
+            outcome.max_growth = Some(self.sharing_policy.growth_before_moves(request.size()));
         }
         if options.grow {
             let bytes = self.physical.backing_bytes(request);

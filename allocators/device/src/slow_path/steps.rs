@@ -124,9 +124,9 @@ pub(super) const REUSE_FIRST: &[Step] = &[
 /// well.
 ///
 /// The order: free pieces of all caches; pending frees that their streams wait for on the device;
-/// free pieces that are still in use; new memory up to the bound, and handles for the rest, also
-/// from under memory that is still in use. If these are not enough, memory grows beyond the bound:
-/// all such handles, and new memory for the rest; the same without waits.
+/// free pieces that are still in use; handles, also from under memory that is still in use, after
+/// new memory up to the bound of a pool that compacts. If these are not enough, memory grows beyond
+/// the bound: all such handles, and new memory for the rest; the same without waits.
 pub(super) const COMPACT_FIRST: &[Step] = &[
     Step::FromAll(ADOPT),
     Step::FromAll(ADOPT_UNITS),
