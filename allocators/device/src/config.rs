@@ -67,15 +67,16 @@ pub struct PoolConfig {
     /// Bytes of every physical handle, rounded up to the device's granularity. 0 selects from the
     /// granularity, usually 2 MiB, up to 64 MiB, by how much memory is left to take. Default: 0.
     pub handle_bytes: u64,
-    /// Bounds held memory by 17/16 of the peak in use. A block that would exceed it takes memory
-    /// from other streams, with a wait on the device if necessary, and free memory moves to where
-    /// it is missing, at about 40 µs for each handle. Memory that cannot move may still exceed it.
+    /// Bounds held memory by 17/16 of the peak in use, as if that were the limit of the budget.
+    /// Streams share free memory, a block waits on the device for what another stream still uses,
+    /// and free memory moves to where it is missing, at some 40 to 80 µs for each handle. What
+    /// shares a handle with a live block cannot move, and may exceed the bound by some per cent.
     ///
-    /// Handles are small from the start, since a live block keeps its whole handle in place. The
-    /// first use of memory therefore takes about 15 ms a GiB instead of 1 to 2, except for blocks
-    /// from 128 MiB on where most are as large. Moves while a program grows take it up to 65 ms a
-    /// GiB. Later rounds of a loop may move handles as well. The figures of the guide have what it
-    /// saves and costs for real programs.
+    /// A handle has at most a 128th of what is held, or a 32nd of a block where most are as large.
+    /// The first use of memory therefore takes about twice as long as in other pools. Blocks above
+    /// 64 KiB of several streams take a slow path of about 1 µs, which threads take in turn: for
+    /// sixteen that allocate at once, it is some 40 µs. The figures of the guide have what it saves
+    /// and costs for real programs.
     ///
     /// Only on devices with virtual memory. A budget bounds held memory too, at similar costs.
     /// Default: `false`.

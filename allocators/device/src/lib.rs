@@ -87,9 +87,11 @@
 //! # Which memory comes first
 //!
 //! Before step 3, the free memory of streams that have no lease moves to the shared free list,
-//! where the warm reserve lies too. From 8 MiB on, and for all blocks while all free memory is
-//! shared, a ready range of this list is tried next, except with [`Adoption::Never`]. Other blocks
-//! find the list in the searches below: each of them sees it beside the caches that it names.
+//! where the warm reserve lies too. A ready range of this list is tried next, except with
+//! [`Adoption::Never`], for blocks from 8 MiB on, for those above 64 KiB while half of the budget
+//! is left, and for all while free memory is shared. If less is left, and memory is not shared,
+//! whole slots of it serve blocks of any size until half of the budget is live. Other blocks find
+//! the list in the searches below: each of them sees it beside the caches that it names.
 //!
 //! "New memory" is what is missing at the best place: a block goes to where the fewest handles are
 //! missing, among free ranges and unused addresses. So warmed memory is used before a handle is
@@ -106,22 +108,25 @@
 //! - More is held than 7/4 of the peak in use: the same, and handles move before new memory is
 //!   taken. While half of the budget is left, blocks below 16 MiB do so only from twice the peak
 //!   on.
-//! - The pool [compacts](PoolConfig::compact), and a block above 1 MiB would raise what is held above
-//!   17/16 of the peak in use: freed memory, with a wait on the device if necessary. Then new
-//!   memory up to this bound, and handles move for the rest.
+//! - The pool [compacts](PoolConfig::compact), and a block would raise what is held above 17/16 of
+//!   the peak in use: freed memory, with a wait on the device if necessary. Then new memory up to
+//!   this bound, and handles move for the rest. For all that follows, this bound is the budget.
 //! - Less than half of the budget is left, and memory is not shared: as where more is idle, for
 //!   blocks of any size.
 //! - Less than half of the budget is left, and there are several streams: all free memory is
-//!   shared. The stream takes the lowest address that is ready, whichever stream used it last.
+//!   shared. The stream takes the lowest address that is ready, whichever stream used it last. If
+//!   there is none, it takes new memory, then one that is still in use, with a wait on the device,
+//!   and only then do handles move.
 //!
 //! A handle has 2 to 64 MiB: a 4096th of what the pool could still take, or if it is more, a 32nd
 //! of the block, or of the mean live block if that is smaller. Large handles are created faster for
-//! each byte, but one small block keeps a whole handle in place. A pool that compacts goes by the
-//! blocks alone.
+//! each byte, but one small block keeps a whole handle in place. In a pool that compacts, a 128th
+//! of what is held replaces the 4096th if it is less.
 //!
 //! Shared memory is allocated at the lowest address first, so that free memory gathers at the high
 //! end, where whole handles become free. The price is a slow path for every block above 64 KiB
-//! while all free memory is shared. This includes a block as large as the one that its stream has
+//! while all free memory is shared, and once half of the budget is live also for most smaller ones,
+//! since caches then keep nothing. This includes a block as large as the one that its stream has
 //! just freed: the cache, with its last freed block, is not tried first.
 //!
 //! If less than a tenth of the budget is left or free, placement also minimises the number

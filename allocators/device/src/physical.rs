@@ -15,7 +15,12 @@ pub(crate) mod shared_free;
 pub(crate) mod slots;
 pub(crate) mod window;
 
-use crate::{Request, base::released::Released, sharing_policy::Fit, stream_cache::StreamCache};
+use crate::{
+    Request,
+    base::released::Released,
+    sharing_policy::{Fit, Granularity},
+    stream_cache::StreamCache,
+};
 use aquifer_core::{
     MemoryError, Result,
     scratch::{Bump, List},
@@ -23,7 +28,7 @@ use aquifer_core::{
 use aquifer_heap::{HeapBlock, Range};
 use aquifer_stream::Timeline;
 use handle::{Handle, HeldBytes};
-use options::{Granularity, PlaceOptions, PlaceOutcome};
+use options::{PlaceOptions, PlaceOutcome};
 use std::{fmt, sync::Arc, time::Duration};
 
 /// The physical memory of a pool, of one of the two kinds. It is called on slow paths only.
@@ -37,7 +42,7 @@ pub(crate) trait Physical: fmt::Debug + Send + Sync {
 
     /// Returns the least number of bytes that are released at once: a slot where memory is mapped.
     /// Segments have no common length, so it is 1 there. It is unrelated to the unit of the heap in
-    /// [`Granularity::Units`](options::Granularity::Units).
+    /// [`Granularity::Units`].
     fn unit(&self) -> u64;
 
     /// Returns the bytes of physical memory that hold any block of this request.

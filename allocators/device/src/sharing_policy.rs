@@ -12,9 +12,12 @@
 //!
 //! - Streams keep separate caches while memory is ample, and share free memory once more than half
 //!   of the budget is used.
-//! - While separate, only a large block takes what other streams have freed, and only if more than
-//!   a third of all memory is idle, except for the steady state below. If every block did so,
+//! - While separate, only a large block takes what is in other streams' caches, and only if more
+//!   than a third of all memory is idle, except for the steady state below. If every block did so,
 //!   streams that allocate at the same time would take the same ranges from each other forever.
+//!   What is in no cache serves every block that its own cache has no room for: blocks above the
+//!   small sizes while half of the budget is left, and from there on all, in whole slots, until
+//!   half of the budget is live.
 //! - If more than a third is idle, a large block reuses it before memory grows, even if its stream
 //!   has to wait for the others' work on the device. Otherwise memory would grow without bound on a
 //!   device that lags behind.
@@ -34,19 +37,13 @@
 //!   every round. So before a block above 1 MiB would raise what they hold above twelve eighths
 //!   of the high-water mark, all idle handles that can be moved are moved under it.
 //! - **A pool that compacts has a lower bound**: 17/16 of the high-water mark, with any number of
-//!   streams and for blocks of any size. A block that would exceed it takes what is free anywhere,
-//!   also with a wait for other streams, and idle handles move under it for the rest. Small blocks
-//!   count: sixteen streams that each take new slots for them would hold a quarter more. They take
-//!   whole slots of other streams before pieces, or streams that allocate at the same time would
-//!   take pieces from each other forever. If a handle then moves for more than one of 16 blocks,
-//!   blocks of several streams above the small sizes come from the shared free list, since a slow
-//!   path costs less than a move. That ends once less is held than the high-water mark, after a
-//!   trim.
+//!   streams and for blocks of any size. It behaves as if that were its limit, so streams share
+//!   free memory once they hold half of it. A block that would exceed the bound takes what is free
+//!   anywhere, also with a wait for other streams, and idle handles move under it for the rest.
+//!   Whole slots of other streams come before pieces, or streams that allocate small blocks at the
+//!   same time would take pieces from each other forever.
 
-use crate::{
-    base::policy_params::{policy, sixteenths},
-    physical::options::Granularity,
-};
+use crate::base::policy_params::{policy, sixteenths};
 use aquifer_core::Budget;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -77,6 +74,16 @@ pub(crate) enum GrowthOrder {
     CompactFirst,
     /// All free memory is shared, and has been searched already.
     SharedOnly,
+}
+
+/// The pieces in which a search takes memory of other caches and of the shared free list. What the
+/// stream's own cache has is used in pieces of any length.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Granularity {
+    /// Whole slots, so that caches stay separate. A slot is the smallest handle, usually 2 MiB.
+    Slots,
+    /// Pieces of any length, down to one unit of the heap, which is 512 bytes.
+    Units,
 }
 
 /// The choice among otherwise equal places for a block.

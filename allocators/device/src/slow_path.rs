@@ -38,11 +38,11 @@ use crate::{
     },
     physical::{
         handle::{Funds, HandleError},
-        options::{Granularity, PlaceOptions, PlaceOutcome, Readiness},
+        options::{PlaceOptions, PlaceOutcome, Readiness},
     },
     pool_core::{PoolCore, counters::count, fences::FenceScope},
     reclaim::Reclaimers,
-    sharing_policy::GrowthOrder,
+    sharing_policy::{Granularity, GrowthOrder},
     stream_cache::{BlockToken, StreamCache},
 };
 use aquifer_core::{Action, MemoryError, Reservation, Result, Tag, error::Tried, scratch::list};

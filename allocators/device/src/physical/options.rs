@@ -1,6 +1,7 @@
 //! The options and the result of an attempt to place a block.
 
 use super::handle::{Handle, HandleError};
+use crate::sharing_policy::Granularity;
 use aquifer_core::{DriverError, Reservation};
 use std::sync::Mutex;
 
@@ -11,16 +12,6 @@ pub(crate) enum Readiness {
     Completed,
     /// Also memory that is still in use: the receiving stream waits for it on the device.
     MayWait,
-}
-
-/// The pieces in which a search takes memory of other caches and of the shared free list. What the
-/// stream's own cache has is used in pieces of any length.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Granularity {
-    /// Whole slots, so that caches stay separate. A slot is the smallest handle, usually 2 MiB.
-    Slots,
-    /// Pieces of any length, down to one unit of the heap, which is 512 bytes.
-    Units,
 }
 
 /// The options of an attempt to place a block.

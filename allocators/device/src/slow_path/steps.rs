@@ -18,7 +18,10 @@
 //! [`Adoption::Never`]: crate::Adoption::Never
 //! [`Adoption::Wait`]: crate::Adoption::Wait
 
-use crate::physical::options::{Granularity, PlaceOptions, Readiness};
+use crate::{
+    physical::options::{PlaceOptions, Readiness},
+    sharing_policy::Granularity,
+};
 
 /// A step of the slow path.
 #[derive(Clone, Copy)]

@@ -8,11 +8,11 @@ use super::{
 use crate::{
     Request,
     physical::{
-        options::{Granularity, PlaceOptions, PlaceOutcome, Readiness},
+        options::{PlaceOptions, PlaceOutcome, Readiness},
         slots::Mapping,
         window::{self, Window},
     },
-    sharing_policy::Fit,
+    sharing_policy::{Fit, Granularity},
     stream_cache::StreamCache,
 };
 use aquifer_core::scratch::List;

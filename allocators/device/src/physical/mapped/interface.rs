@@ -7,9 +7,9 @@ use crate::{
     physical::{
         Physical,
         handle::{Handle, HeldBytes},
-        options::{Granularity, PlaceOptions, PlaceOutcome},
+        options::{PlaceOptions, PlaceOutcome},
     },
-    sharing_policy::Fit,
+    sharing_policy::{Fit, Granularity},
     stream_cache::StreamCache,
 };
 use aquifer_core::{

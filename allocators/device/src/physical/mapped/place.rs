@@ -8,8 +8,8 @@ use super::{
 use crate::{
     Request,
     base::dependencies::is_done_except,
-    physical::options::{Granularity, PlaceOptions, PlaceOutcome},
-    sharing_policy::Fit,
+    physical::options::{PlaceOptions, PlaceOutcome},
+    sharing_policy::{Fit, Granularity},
     stream_cache::StreamCache,
 };
 use aquifer_core::Result;

@@ -4,10 +4,10 @@ use super::{Mapped, claim::Claim, plan::MappingPlan};
 use crate::{
     base::dependencies::StreamDeps,
     physical::{
-        options::{Granularity, PlaceOptions, PlaceOutcome, Readiness},
+        options::{PlaceOptions, PlaceOutcome, Readiness},
         window,
     },
-    sharing_policy::Fit,
+    sharing_policy::{Fit, Granularity},
 };
 use aquifer_core::{MemoryError, Result, scratch::List};
 use aquifer_heap::Range;
