@@ -278,11 +278,12 @@ impl SharingPolicy {
         let (live, free) =
             streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
         let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
-        let used = budget.used();
-        let limit = match self.compacts {
-            true => budget.limit().min(sixteenths(peak_live, policy().compact_bound)),
-            false => budget.limit(),
-        };
+        let (mut used, mut limit) = (budget.used(), budget.limit());
+        let bound = sixteenths(peak_live, policy().compact_bound);
+        // The one that leaves less. Other pools may use the same budget.
+        if self.compacts && bound.saturating_sub(live + free) < limit.saturating_sub(used) {
+            (used, limit) = (live + free, bound);
+        }
         let border = match self.shares_all() {
             true => sixteenths(limit, policy().separate_below),
             false => sixteenths(limit, policy().share_above),
@@ -498,9 +499,11 @@ mod tests {
     #[test]
     fn streams_of_a_pool_that_compacts_share_as_if_its_bound_were_the_limit() {
         let budget = Budget::new("a test", 1 << 40);
+        // Of another pool. It counts for the budget, and not for the bound.
+        let _other = budget.charge(1 << 30);
         let high = 1600;
         for (compacts, held, shares) in
-            [(true, 850, false), (true, 851, true), (true, 1700, true), (false, 1700, false)]
+            [(true, 850, false), (true, 852, true), (true, 1700, true), (false, 1700, false)]
         {
             let policy = SharingPolicy::new(true, compacts);
             let step = |live: u64, held: u64| {

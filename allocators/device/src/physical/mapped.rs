@@ -22,8 +22,8 @@
 //!
 //! 1. The window's unclaimed slots are claimed, and its backed parts are taken out of their lists.
 //! 2. Spare handles are taken. If they and the rest of the budget are not enough, handles are
-//!    unmapped under free memory (`cuMemUnmap`), where handles may move; a pool that compacts does
-//!    so in any case. The bytes that are missing then are charged, all at once. With a reservation,
+//!    unmapped under free memory (`cuMemUnmap`), where handles may move; where moves come first, in
+//!    any case. The bytes that are missing then are charged, all at once. With a reservation,
 //!    each handle is charged in step 3 instead.
 //! 3. The missing handles are created with this charge (`cuMemCreate`).
 //! 4. The receiving stream waits on the device for work on memory that it takes over.
