@@ -110,7 +110,8 @@
 //!   on.
 //! - The pool [compacts](PoolConfig::compact), and a block would raise what is held above 17/16 of
 //!   the peak in use: freed memory, with a wait on the device if necessary. Then new memory up to
-//!   this bound, and handles move for the rest. For all that follows, this bound is the budget.
+//!   this bound, and handles move for the rest. In all these rules the bound then counts as the
+//!   budget, and what the pool holds as its use, if that leaves less.
 //! - Less than half of the budget is left, and memory is not shared: as where more is idle, for
 //!   blocks of any size.
 //! - Less than half of the budget is left, and there are several streams: all free memory is

@@ -170,16 +170,18 @@ impl SharingPolicy {
     /// Returns the pieces of the shared free list that serve a block of `bytes` which does not fit
     /// in its stream's cache, or `None` if a search of all memory comes first.
     pub(crate) fn shared_pieces(&self, bytes: u64) -> Option<Granularity> {
-        if self.shares_all() || self.sharing && bytes >= policy().medium_block {
+        if !self.sharing {
+            return None;
+        }
+        if self.shares_all() || bytes >= policy().medium_block {
             return Some(Granularity::Units);
         }
-        match self.spacious.load(Ordering::Relaxed) {
-            _ if !self.sharing => None,
+        if self.spacious.load(Ordering::Relaxed) {
             // A small block takes new memory.
-            true => (bytes > policy().own_cache_max).then_some(Granularity::Units),
-            // Beside what is still in a cache, a unit would pin a slot for nothing.
-            false => (!self.crowded.load(Ordering::Relaxed)).then_some(Granularity::Slots),
+            return (bytes > policy().own_cache_max).then_some(Granularity::Units);
         }
+        // Beside what is still in a cache, a unit would pin a slot for nothing.
+        (!self.crowded.load(Ordering::Relaxed)).then_some(Granularity::Slots)
     }
 
     /// Returns the choice among otherwise equal places for a block.
@@ -189,7 +191,7 @@ impl SharingPolicy {
 
     /// Returns the search order for a stream that has no room for `bytes`.
     pub(crate) fn growth_order(&self, bytes: u64) -> GrowthOrder {
-        if self.compacts && self.growth_before_moves(bytes) < bytes {
+        if self.compacts && self.room_below(policy().compact_bound, bytes) < bytes {
             return GrowthOrder::CompactFirst;
         }
         if self.shares_all() {
@@ -277,12 +279,13 @@ impl SharingPolicy {
     pub(crate) fn update(&self, budget: &Budget, streams: &[CacheFootprint], shared: u64) {
         let (live, free) =
             streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
+        let all_held = live + free;
         let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
         let (mut used, mut limit) = (budget.used(), budget.limit());
         let bound = sixteenths(peak_live, policy().compact_bound);
         // The one that leaves less. Other pools may use the same budget.
-        if self.compacts && bound.saturating_sub(live + free) < limit.saturating_sub(used) {
-            (used, limit) = (live + free, bound);
+        if self.compacts && bound.saturating_sub(all_held) < limit.saturating_sub(used) {
+            (used, limit) = (all_held, bound);
         }
         let border = match self.shares_all() {
             true => sixteenths(limit, policy().separate_below),
@@ -299,12 +302,11 @@ impl SharingPolicy {
             free <= sixteenths(live, policy().ample_idle),
         );
         let tight = limit.saturating_sub(used) + free < limit / policy().tight_part;
-        self.held.store(live + free, Ordering::Relaxed);
+        self.held.store(all_held, Ordering::Relaxed);
         self.live.store(live, Ordering::Relaxed);
         self.high_water.fetch_max(live, Ordering::Relaxed);
-        let holds = |parts| {
-            self.sharing && streams.len() > 1 && live + free >= sixteenths(peak_live, parts)
-        };
+        let holds =
+            |parts| self.sharing && streams.len() > 1 && all_held >= sixteenths(peak_live, parts);
         let shared_from = if all_shared {
             policy().own_cache_max + 1
         } else if holds(policy().share_larger_from) {

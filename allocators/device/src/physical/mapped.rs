@@ -212,16 +212,13 @@ impl Mapped {
     /// of what could still be provided. So the memory that one live block pins is small compared to
     /// the block or to the rest.
     fn largest_handle(&self, live: u64, typical: u64) -> u64 {
-        let left = self.budget.remaining() + self.held.now().saturating_sub(live);
-        let policy = policy();
-        let by_block = typical / policy.block_parts;
+        let (policy, held) = (policy(), self.held.now());
+        let left = self.budget.remaining() + held.saturating_sub(live);
+        let (by_block, by_rest) = (typical / policy.block_parts, left / policy.headroom_parts);
         let bytes = match self.handle_sizes {
             HandleSizes::Fixed => 0,
-            HandleSizes::ByBlockAndRest => by_block.max(left / policy.headroom_parts),
-            HandleSizes::ByBlockAndHeld => {
-                let by_rest = left / policy.headroom_parts;
-                by_block.max(by_rest.min(self.held.now() / policy.held_parts))
-            }
+            HandleSizes::ByBlockAndRest => by_block.max(by_rest),
+            HandleSizes::ByBlockAndHeld => by_block.max(by_rest.min(held / policy.held_parts)),
         };
         1 << (bytes.min(policy.largest_handle) / self.slot).max(1).ilog2()
     }

@@ -62,6 +62,9 @@ const GROW_UNITS: PlaceOptions = options(Readiness::Completed, Granularity::Unit
 /// New memory, and handles where new memory is refused.
 const GROW_AND_MOVE: PlaceOptions = options(Readiness::Completed, Granularity::Units, true, true);
 
+/// As [`GROW_AND_MOVE`], also with memory that is still in use.
+const ALL: PlaceOptions = options(Readiness::MayWait, Granularity::Units, true, true);
+
 /// Handles, and new memory for the rest.
 const MOVE_AND_GROW: PlaceOptions = PlaceOptions { moves_first: true, ..GROW_AND_MOVE };
 
@@ -70,9 +73,6 @@ const MOVE_IN_USE_AND_GROW: PlaceOptions = PlaceOptions { moves_first: true, ..A
 
 /// As [`ALL`], and handles also where new memory would exceed the bound.
 const ALL_IN_BOUND: PlaceOptions = PlaceOptions { bounded: true, ..ALL };
-
-/// All of the above.
-const ALL: PlaceOptions = options(Readiness::MayWait, Granularity::Units, true, true);
 
 /// While memory is ample, streams stay separate: a stream takes new memory before that of others.
 ///
@@ -126,10 +126,11 @@ pub(super) const REUSE_FIRST: &[Step] = &[
 /// Where most memory is idle, or new memory would exceed the bound of what is held: handles move as
 /// well.
 ///
-/// The order: free pieces of all caches; pending frees that their streams wait for on the device;
-/// free pieces that are still in use; handles, also from under memory that is still in use, after
-/// new memory up to the bound of a pool that compacts. If these are not enough, memory grows beyond
-/// the bound: all such handles, and new memory for the rest; the same without waits.
+/// The order: whole free slots of all caches, so that the next small blocks of the stream find room
+/// in its own; free pieces; pending frees that their streams wait for on the device; free pieces
+/// that are still in use; handles, also from under memory that is still in use, after new memory up
+/// to the bound of a pool that compacts. If these are not enough, memory grows beyond the bound:
+/// all such handles, and new memory for the rest; the same without waits.
 pub(super) const COMPACT_FIRST: &[Step] = &[
     Step::FromAll(ADOPT),
     Step::FromAll(ADOPT_UNITS),
