@@ -75,8 +75,8 @@ pub struct PoolConfig {
     /// A handle has at most a 128th of what is held, or a 32nd of a block where most are as large.
     /// The first use of memory therefore takes about twice as long as in other pools. Blocks above
     /// 64 KiB of several streams take a slow path of about 1 µs, which threads take in turn: for
-    /// sixteen that allocate at once, it is some 40 µs. The figures of the guide have what it saves
-    /// and costs for real programs.
+    /// sixteen that allocate at once, it is up to 30 µs. The figures of the guide have what it
+    /// saves and costs for real programs.
     ///
     /// Only on devices with virtual memory. A budget bounds held memory too, at similar costs.
     /// Default: `false`.
