@@ -11,6 +11,7 @@ pub(crate) mod freed_addresses;
 pub(crate) mod lazy_box;
 pub(crate) mod live_blocks;
 pub(crate) mod live_bytes;
+pub(crate) mod merged;
 pub(crate) mod part_bounds;
 pub(crate) mod pending;
 pub(crate) mod policy_params;

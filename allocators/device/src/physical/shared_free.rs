@@ -37,7 +37,7 @@ struct Chunk {
 }
 
 /// The maximum number of ranges in a chunk. A longer one is split.
-const CHUNK: usize = 128;
+const CHUNK: usize = 32;
 
 /// The index of a chunk, and of a range in it.
 type SpanIndex = (usize, usize);
@@ -86,8 +86,21 @@ impl SharedFreeList {
         (span, deps)
     }
 
-    fn insert(&mut self, span: Range, deps: StreamDeps) {
-        let below = self.below(span.start);
+    fn span(&self, (chunk, at): SpanIndex) -> Range {
+        self.chunks[chunk].spans[at]
+    }
+
+    /// Returns the range that follows this one, or the first.
+    fn after(&self, below: Option<SpanIndex>) -> Option<SpanIndex> {
+        let (chunk, at) = below.map_or((0, 0), |(chunk, at)| (chunk, at + 1));
+        if at < self.chunks.get(chunk)?.spans.len() {
+            return Some((chunk, at));
+        }
+        (chunk + 1 < self.chunks.len()).then_some((chunk + 1, 0))
+    }
+
+    /// Inserts a range behind this one, or as the first.
+    fn insert_after(&mut self, below: Option<SpanIndex>, span: Range, deps: StreamDeps) {
         let (chunk, at) = below.map_or((0, 0), |(chunk, at)| (chunk, at + 1));
         match self.chunks.get_mut(chunk) {
             None => {
@@ -110,26 +123,29 @@ impl SharedFreeList {
     }
 
     /// Adds a range that the caller owns, and merges it with its neighbours.
-    pub(crate) fn add(&mut self, range: Range, deps: StreamDeps) {
+    pub(crate) fn add(&mut self, range: Range, mut deps: StreamDeps) {
         self.bytes += range.len;
         let mut whole = range;
-        let mut all = StreamDeps::new();
-        merge_deps(&mut all, deps);
-        if let Some(below) = self.below(range.start)
-            && self.chunks[below.0].spans[below.1].end() == range.start
+        let below = self.below(range.start);
+        if let Some(above) = self.after(below)
+            && self.span(above).start == range.end()
         {
-            let (span, deps) = self.remove(below);
-            whole = Range { start: span.start, len: span.len + whole.len };
-            merge_deps(&mut all, deps);
-        }
-        if let Some(above) = self.below(range.end())
-            && self.chunks[above.0].spans[above.1].start == range.end()
-        {
-            let (span, deps) = self.remove(above);
+            let (span, above) = self.remove(above);
             whole.len += span.len;
-            merge_deps(&mut all, deps);
+            merge_deps(&mut deps, above);
         }
-        self.insert(whole, all);
+        match below.filter(|&below| self.span(below).end() == range.start) {
+            Some((chunk, at)) => {
+                let of = &mut self.chunks[chunk];
+                of.spans[at].len += whole.len;
+                of.longest = of.longest.max(of.spans[at].len);
+                merge_deps(&mut of.deps[at], deps);
+            }
+            None => {
+                deps.retain(|(timeline, epoch)| !timeline.is_done(*epoch));
+                self.insert_after(below, whole, deps);
+            }
+        }
     }
 
     /// Returns the best place for a block among the ranges that are `ready`, by `fit`.
@@ -186,18 +202,27 @@ impl SharedFreeList {
 
     /// Removes a range; returns `None` if it is not entirely free.
     pub(crate) fn take(&mut self, range: Range) -> Option<StreamDeps> {
-        let at = self.below(range.start)?;
-        if !self.chunks[at.0].spans[at.1].covers(&range) {
+        let found = self.below(range.start)?;
+        let span = self.span(found);
+        if !span.covers(&range) {
             return None;
         }
-        let (span, deps) = self.remove(at);
-        if span.start < range.start {
-            self.insert(Range { start: span.start, len: range.start - span.start }, deps.clone());
-        }
-        if range.end() < span.end() {
-            self.insert(Range { start: range.end(), len: span.end() - range.end() }, deps.clone());
-        }
         self.bytes -= range.len;
+        let low = Range { start: span.start, len: range.start - span.start };
+        let high = Range { start: range.end(), len: span.end() - range.end() };
+        if low.len == 0 && high.len == 0 {
+            return Some(self.remove(found).1);
+        }
+        let (chunk, at) = found;
+        let of = &mut self.chunks[chunk];
+        of.spans[at] = if low.len > 0 { low } else { high };
+        if span.len == of.longest {
+            of.update_longest();
+        }
+        let deps = of.deps[at].clone();
+        if low.len > 0 && high.len > 0 {
+            self.insert_after(Some(found), high, deps.clone());
+        }
         Some(deps)
     }
 }

@@ -14,7 +14,7 @@
 //! The number of missing slots changes only where the window's start or end crosses a border. So it
 //! is enough to try the windows that start or end at one.
 
-use crate::sharing_policy::Fit;
+use crate::{base::merged::merged, sharing_policy::Fit};
 use aquifer_core::scratch::{Bump, List, list};
 use aquifer_heap::Range;
 
@@ -96,8 +96,7 @@ pub(crate) fn best<'s>(
         let start = base + first * slot;
         WindowPiece { start, end: start + count * slot, backed: false }
     });
-    let mut pieces = list(bump, backed.chain(bare));
-    pieces.sort_unstable_by_key(|p| p.start);
+    let pieces = list(bump, merged(backed, bare, |piece| piece.start));
     let (mut before, mut best) = (List::new_in(bump), None);
     let mut from = 0;
     while from < pieces.len() {

@@ -4,7 +4,10 @@
 
 use super::{Mapped, intersection};
 use crate::{
-    base::dependencies::{StreamDeps, is_done, is_done_except},
+    base::{
+        dependencies::{StreamDeps, is_done, is_done_except},
+        merged::merged,
+    },
     physical::{options::Readiness, slots::Mapping},
     stream_cache::{CacheState, StreamCache},
 };
@@ -127,46 +130,59 @@ impl Mapped {
         cache: Option<&'static StreamCache>,
         readiness: Readiness,
     ) -> FreeRanges<'s> {
-        let mut free_ranges =
-            FreeRanges { caches: List::new_in(bump), all: List::new_in(bump), live: 0, blocks: 0 };
-        free_ranges.caches.reserve(donors.len());
-        let FreeRanges { caches, all, live, blocks } = &mut free_ranges;
+        let mut caches = List::with_capacity_in(donors.len(), bump);
+        let (mut cached, mut live, mut blocks) = (List::new_in(bump), 0, 0);
         for &donor in donors {
             let owner = RangeOwner::Cache(caches.len());
             let own = cache.is_some_and(|cache| std::ptr::eq(cache, donor));
             donor.with(|s| {
                 let Some(timeline) = s.timeline().cloned() else { return };
-                *live += s.footprint().live;
-                *blocks += s.heap.live_blocks();
+                live += s.footprint().live;
+                blocks += s.heap.live_blocks();
                 for extent in s.heap.free_extents() {
                     let done = timeline.is_done(extent.stamp);
                     if done || own || readiness == Readiness::MayWait {
-                        all.push(FreeRange { range: extent.range, owner, done });
+                        cached.push(FreeRange { range: extent.range, owner, done });
                     }
                 }
                 caches.push((donor, timeline));
             });
         }
+        cached.sort_unstable_by_key(|free_range| free_range.range.start);
         let own = cache.map(StreamCache::timeline);
-        let mut in_use = List::new_in(bump);
+        // With the dependencies that are still to be judged.
+        let mut shared = List::new_in(bump);
         for (range, deps) in self.shared_free().iter() {
             let done = is_done(deps);
+            let free_range = FreeRange { range, owner: RangeOwner::Shared, done };
             if done || is_done_except(deps, own.as_ref()) {
-                all.push(FreeRange { range, owner: RangeOwner::Shared, done });
+                shared.push((free_range, StreamDeps::new()));
             } else if readiness == Readiness::MayWait {
-                in_use.push((range, deps.clone()));
+                shared.push((free_range, deps.clone()));
             }
         }
-        // This queries the driver, so it runs without the lock. Work of an isolated stream is never
-        // waited for.
-        let waited_for = |deps: &StreamDeps| {
-            deps.iter().all(|(t, e)| t.is_done(*e) || t.is_waited_for_unasked(*e))
+        // This queries the driver, so it runs without the lock, and once for each stream. Work of an
+        // isolated stream is never waited for.
+        let mut answers: List<'_, (Arc<Timeline>, bool)> = List::new_in(bump);
+        let mut is_waited_for = |timeline: &Arc<Timeline>, epoch: u64| {
+            let known = answers.iter().find(|(other, _)| Arc::ptr_eq(other, timeline));
+            match known {
+                Some(&(_, answer)) => answer,
+                None => {
+                    let answer = timeline.is_waited_for_unasked(epoch);
+                    // The answer for a stream that is fenced at once is about this epoch only.
+                    if !timeline.fences_at_once() {
+                        answers.push((timeline.clone(), answer));
+                    }
+                    answer
+                }
+            }
         };
-        for (range, _) in in_use.into_iter().filter(|(_, deps)| waited_for(deps)) {
-            all.push(FreeRange { range, owner: RangeOwner::Shared, done: false });
-        }
-        all.sort_unstable_by_key(|free_range| free_range.range.start);
-        free_ranges
+        let shared = shared.into_iter().filter_map(|(free_range, deps)| {
+            deps.iter().all(|(t, e)| t.is_done(*e) || is_waited_for(t, *e)).then_some(free_range)
+        });
+        let all = list(bump, merged(cached, shared, |free_range| free_range.range.start));
+        FreeRanges { caches, all, live, blocks }
     }
 
     /// Moves free ranges of at least `least` bytes from the caches of `donors` to the shared free
@@ -177,9 +193,8 @@ impl Mapped {
         let mut taken = List::new_in(&*pass);
         for &donor in donors {
             let timeline = donor.with(|s| {
-                let timeline = s.timeline().filter(|_| s.heap.free_bytes() > 0).cloned()?;
                 s.heap.drain(least, |extent| taken.push(extent));
-                Some(timeline)
+                s.timeline().filter(|_| !taken.is_empty()).cloned()
             });
             let Some(timeline) = timeline else { continue };
             let mut shared_free = self.shared_free();
