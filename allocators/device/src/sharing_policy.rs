@@ -28,23 +28,25 @@
 //! - If such a block finds no room, the free memory is fragmented. The block then gets new memory
 //!   of its full size, not only what is missing next to a free range. This leaves a hole that the
 //!   next round can reuse.
-//! - Once several streams hold five fourths of the high-water mark, large blocks come from the
-//!   shared free list, at the lowest ready address. They then lie side by side and leave large
-//!   holes, and small blocks stay in their own caches. From eleven eighths on, blocks above 1 MiB
-//!   do so too.
-//! - **Held memory is bounded.** Several streams that repeat a loop with small differences in order
-//!   find a place missing now and then. If each such block took new memory, the pool would grow in
-//!   every round. So before a block above 1 MiB would raise what they hold above twelve eighths
-//!   of the high-water mark, all idle handles that can be moved are moved under it.
-//! - **A pool that compacts has a lower bound**: 17/16 of the high-water mark, with any number of
-//!   streams and for blocks of any size. It behaves as if that were its limit, so streams share
-//!   free memory once they hold half of it. A block that would exceed the bound takes what is free
-//!   anywhere, also with a wait for other streams, and idle handles move under it for the rest.
-//!   Whole slots of other streams come before pieces, or streams that allocate small blocks at the
-//!   same time would take pieces from each other forever.
+//! - **Held memory is bounded** by 19/16 of the high-water mark, or by 96 MiB more than it if that
+//!   is more. Several streams that repeat a loop with small differences in order find a place
+//!   missing now and then. If each such block took new memory, the pool would grow in every round.
+//!   The pool behaves as if the bound were its limit, so streams share free memory once they hold
+//!   half of it. A block that would exceed the bound takes what is free anywhere, also with a wait
+//!   for other streams, and idle handles move under it for the rest. Whole slots of other streams
+//!   come before pieces, or streams that allocate small blocks at the same time would take pieces
+//!   from each other forever.
+//! - The bound **yields** where it costs too much: where handles move for it all the time, or where
+//!   several threads allocate at once, which would take turns. Streams are separate then. All
+//!   handles that can be moved are moved before the pool holds more than 28/16 of the high-water
+//!   mark. After ever longer times it is tried again.
+//! - A pool that **compacts** has a bound of 17/16, which never yields.
+
+mod bound_cost;
 
 use crate::base::policy_params::{policy, sixteenths};
 use aquifer_core::Budget;
+use bound_cost::BoundCost;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The memory of one stream, in bytes.
@@ -54,23 +56,22 @@ pub(crate) struct CacheFootprint {
     pub(crate) live: u64,
     /// In its cache, or freed and still in use elsewhere.
     pub(crate) free: u64,
+    /// Blocks that it has allocated.
+    pub(crate) allocations: u64,
 }
 
 /// The order in which a stream without room searches for memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum GrowthOrder {
     /// New memory first: half of the budget is left, and at most a third of the held memory is
-    /// idle, or the block is not large and at most half is idle.
+    /// idle, or the block is not large.
     GrowFirst,
-    /// The shared free list first, even if the stream has to wait for it; then as before. Chosen if
-    /// as much has been in use before and a quarter more is held.
-    SharedFirst,
     /// Idle memory of other streams first, even if the stream has to wait for it; then new memory.
     /// Also for a block of at least 8 MiB if as much has been in use before, however little is
     /// idle.
     ReuseFirst,
-    /// Like `ReuseFirst`, but idle handles are moved before memory grows: the held memory is seven
-    /// fourths of the high-water mark of use, or would exceed its bound.
+    /// Like `ReuseFirst`, but idle handles are moved before memory grows: what is held would exceed
+    /// its bound.
     CompactFirst,
     /// All free memory is shared, and has been searched already.
     SharedOnly,
@@ -113,24 +114,34 @@ pub(crate) struct SharingPolicy {
     crowded: AtomicBool,
     /// There is more than one stream.
     several_streams: AtomicBool,
-    /// The minimum size of blocks that come from the shared free list; `u64::MAX` if none do.
-    shared_from: AtomicU64,
     /// Bytes in use at the last decision.
     live: AtomicU64,
     /// The most bytes in use at any decision or right after it.
     peak_live: AtomicU64,
     /// Bytes held at the last decision.
     held: AtomicU64,
-    /// The most bytes in use at any decision. It is compared with `held`, which is also taken at
-    /// decisions. With `peak_live` instead, handles would move later, and held memory would exceed
-    /// its bound.
-    high_water: AtomicU64,
+    /// The bound leaves less than the budget does, and may yield.
+    binds: AtomicBool,
+    bound_cost: BoundCost,
+    /// Searches while all free memory is shared and memory is not crowded.
+    searches: AtomicU64,
+    /// Threads in a slow path.
+    threads: AtomicU64,
+}
+
+/// A thread in a slow path.
+pub(crate) struct InSlowPath<'a>(&'a SharingPolicy);
+
+impl Drop for InSlowPath<'_> {
+    fn drop(&mut self) {
+        self.0.threads.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl SharingPolicy {
     /// Creates a policy under which streams start separate, and stay so unless `sharing` is set.
     pub(crate) fn new(sharing: bool, compacts: bool) -> Self {
-        Self { sharing, compacts, shared_from: AtomicU64::new(u64::MAX), ..Self::default() }
+        Self { sharing, compacts, ..Self::default() }
     }
 
     /// Returns whether streams share free memory.
@@ -143,28 +154,53 @@ impl SharingPolicy {
     /// Returns the minimum size, in bytes, of free ranges that a cache releases to the shared free
     /// list.
     pub(crate) fn min_shared_extent(&self) -> u64 {
-        if self.shares_all() {
-            // Smaller ranges in the caches keep small blocks off the slow path.
-            if self.crowded.load(Ordering::Relaxed) { 0 } else { policy().own_cache_max }
-        } else {
-            self.shared_from.load(Ordering::Relaxed).min(policy().large_block)
-        }
+        // Smaller ranges in the caches keep small blocks off the slow path.
+        if self.crowded.load(Ordering::Relaxed) { 0 } else { policy().own_cache_max }
     }
 
     /// Returns whether a block of `bytes` comes from the shared free list, even if its own stream's
     /// cache may have room, and even if that stream has just freed a block of this size.
     #[inline]
     pub(crate) fn prefers_shared(&self, bytes: u64) -> bool {
-        bytes >= self.shared_from.load(Ordering::Relaxed)
+        bytes > policy().own_cache_max && self.shares_all()
     }
 
-    /// Returns whether a block of `bytes` is searched for in the shared free list before any fence
-    /// is polled: what is there is usually ready, and finding it takes no driver call. While caches
-    /// release all their ranges above 1 MiB to the list, this holds for every size. It does not
-    /// hold while all free memory is shared: polling first packs tighter then.
-    pub(crate) fn searches_shared_first(&self, bytes: u64) -> bool {
-        let shared_from = self.shared_from.load(Ordering::Relaxed);
-        !self.shares_all() && (bytes >= shared_from || shared_from <= policy().unbounded_max + 1)
+    /// Returns whether a block is searched for in the shared free list before any fence
+    /// is polled, which takes no driver call. This holds for most searches while free memory is
+    /// shared. Polling first packs tighter. So it is always done in a pool that compacts and once
+    /// half of the budget is live, and else by one search of several.
+    pub(crate) fn searches_shared_first(&self) -> bool {
+        let every = policy().poll_every;
+        self.shares_all()
+            && !self.compacts
+            && !self.crowded.load(Ordering::Relaxed)
+            && self.searches.fetch_add(1, Ordering::Relaxed) % every != every - 1
+    }
+
+    /// Counts a thread in the slow path, until the value is dropped.
+    pub(crate) fn enter_slow_path(&self) -> InSlowPath<'_> {
+        let others = self.threads.fetch_add(1, Ordering::Relaxed);
+        if others > 0 && self.binds.load(Ordering::Relaxed) {
+            self.bound_cost.add(1);
+        }
+        InSlowPath(self)
+    }
+
+    /// Counts handles that have moved under a block.
+    pub(crate) fn record_moves(&self, moves: u64) {
+        if moves > 0 && self.binds.load(Ordering::Relaxed) {
+            self.bound_cost.add(moves);
+        }
+    }
+
+    /// Returns the bytes that the pool may hold where `peak` is the most that was in use; `None` if
+    /// the bound has yielded, or if streams keep their memory for good.
+    fn bound(&self, peak: u64) -> Option<u64> {
+        if self.compacts {
+            return Some(sixteenths(peak, policy().compact_bound));
+        }
+        let bound = sixteenths(peak, policy().bound).max(peak.saturating_add(policy().bound_min));
+        (self.sharing && !self.bound_cost.yields()).then_some(bound)
     }
 
     /// Returns the pieces of the shared free list that serve a block of `bytes` which does not fit
@@ -191,58 +227,47 @@ impl SharingPolicy {
 
     /// Returns the search order for a stream that has no room for `bytes`.
     pub(crate) fn growth_order(&self, bytes: u64) -> GrowthOrder {
-        if self.compacts && self.room_below(policy().compact_bound, bytes) < bytes {
+        if self.room_of_exceeded_bound(bytes).is_some() {
             return GrowthOrder::CompactFirst;
         }
         if self.shares_all() {
             return GrowthOrder::SharedOnly;
         }
-        if self.exceeds_bound(bytes) {
+        if self.exceeds_loose_bound(bytes) {
             return GrowthOrder::CompactFirst;
         }
-        let (held, high) =
-            (self.held.load(Ordering::Relaxed), self.high_water.load(Ordering::Relaxed));
-        let again = self.should_reuse(bytes);
-        let shares_some = self.shared_from.load(Ordering::Relaxed) < u64::MAX;
-        let new = match self.fits_peak(bytes) && shares_some {
-            true => GrowthOrder::SharedFirst,
-            false => GrowthOrder::GrowFirst,
-        };
-        match (self.spacious.load(Ordering::Relaxed), self.ample.load(Ordering::Relaxed)) {
-            (true, true) if !again && !self.prefers_shared(bytes) => new,
-            (true, false)
-                if !again
-                    && bytes < policy().large_block
-                    && held < sixteenths(high, policy().reuse_all_from) =>
-            {
-                new
-            }
-            _ if held < sixteenths(high, policy().compact_from) => GrowthOrder::ReuseFirst,
-            _ => GrowthOrder::CompactFirst,
-        }
+        let grows = self.spacious.load(Ordering::Relaxed)
+            && !self.should_reuse(bytes)
+            && (self.ample.load(Ordering::Relaxed) || bytes < policy().large_block);
+        if grows { GrowthOrder::GrowFirst } else { GrowthOrder::ReuseFirst }
     }
 
     /// Returns the bytes of new memory that a block of `bytes` may take before idle handles move
-    /// under it, where its size would exceed the bound. A pool that does not compact moves them
-    /// first: below its bound, streams share less and are faster.
+    /// under it, where its size would exceed the bound. After the bound has yielded, handles move
+    /// first: below the loose bound, streams share less and are faster.
     pub(crate) fn growth_before_moves(&self, bytes: u64) -> u64 {
-        if self.compacts { self.room_below(policy().compact_bound, bytes) } else { 0 }
+        self.room_of_exceeded_bound(bytes).unwrap_or(0)
     }
 
-    /// Returns the bytes that can be added to what is held before it exceeds these sixteenths of
-    /// the peak of live bytes, as that is with a block of `bytes` more.
-    fn room_below(&self, parts: u64, bytes: u64) -> u64 {
+    /// Returns the bytes that can be added to what is held before it exceeds the bound, where a
+    /// block of `bytes` would exceed it.
+    fn room_of_exceeded_bound(&self, bytes: u64) -> Option<u64> {
+        let bound = self.bound(self.peak_with(bytes))?;
+        let room = bound.saturating_sub(self.held.load(Ordering::Relaxed));
+        (room < bytes).then_some(room)
+    }
+
+    /// Returns the peak of live bytes as it is with a block of `bytes` more.
+    fn peak_with(&self, bytes: u64) -> u64 {
         let live = self.live.load(Ordering::Relaxed).saturating_add(bytes);
-        sixteenths(self.peak_live.load(Ordering::Relaxed).max(live), parts)
-            .saturating_sub(self.held.load(Ordering::Relaxed))
+        self.peak_live.load(Ordering::Relaxed).max(live)
     }
 
-    /// Returns whether several streams would hold more than the bound with `bytes` of new memory.
-    fn exceeds_bound(&self, bytes: u64) -> bool {
-        self.sharing
-            && bytes > policy().unbounded_max
-            && self.several_streams.load(Ordering::Relaxed)
-            && self.room_below(policy().bound, bytes) < bytes
+    /// Returns whether the pool would hold more than the loose bound with `bytes` of new memory.
+    fn exceeds_loose_bound(&self, bytes: u64) -> bool {
+        bytes > policy().unbounded_max
+            && self.held.load(Ordering::Relaxed).saturating_add(bytes)
+                > sixteenths(self.peak_with(bytes), policy().loose_bound)
     }
 
     /// Returns whether as much has been in use before as now with a block of `bytes` more.
@@ -281,11 +306,15 @@ impl SharingPolicy {
             streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
         let all_held = live + free;
         let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
+        self.bound_cost.update(streams.iter().map(|stream| stream.allocations).sum());
         let (mut used, mut limit) = (budget.used(), budget.limit());
-        let bound = sixteenths(peak_live, policy().compact_bound);
         // The one that leaves less. Other pools may use the same budget.
-        if self.compacts && bound.saturating_sub(all_held) < limit.saturating_sub(used) {
+        let mut binds = false;
+        if let Some(bound) = self.bound(peak_live)
+            && bound.saturating_sub(all_held) < limit.saturating_sub(used)
+        {
             (used, limit) = (all_held, bound);
+            binds = !self.compacts;
         }
         let border = match self.shares_all() {
             true => sixteenths(limit, policy().separate_below),
@@ -304,18 +333,6 @@ impl SharingPolicy {
         let tight = limit.saturating_sub(used) + free < limit / policy().tight_part;
         self.held.store(all_held, Ordering::Relaxed);
         self.live.store(live, Ordering::Relaxed);
-        self.high_water.fetch_max(live, Ordering::Relaxed);
-        let holds =
-            |parts| self.sharing && streams.len() > 1 && all_held >= sixteenths(peak_live, parts);
-        let shared_from = if all_shared {
-            policy().own_cache_max + 1
-        } else if holds(policy().share_larger_from) {
-            policy().unbounded_max + 1
-        } else if holds(policy().surplus) {
-            policy().large_block
-        } else {
-            u64::MAX
-        };
         let flags = [
             (&self.all_shared, all_shared),
             (&self.spacious, spacious),
@@ -323,12 +340,10 @@ impl SharingPolicy {
             (&self.tight, tight),
             (&self.crowded, live > sixteenths(budget.limit(), policy().drain_above)),
             (&self.several_streams, streams.len() > 1),
+            (&self.binds, binds),
         ];
         // Written only on change: the flags are read far more often, and the cache line stays
         // shared.
-        if self.shared_from.load(Ordering::Relaxed) != shared_from {
-            self.shared_from.store(shared_from, Ordering::Relaxed);
-        }
         for (flag, value) in flags {
             if flag.load(Ordering::Relaxed) != value {
                 flag.store(value, Ordering::Relaxed);
@@ -346,12 +361,26 @@ mod tests {
     const MEDIUM: u64 = POLICY.medium_block;
     const LARGE: u64 = POLICY.large_block;
 
+    fn footprint(live: u64, free: u64) -> CacheFootprint {
+        CacheFootprint { live, free, allocations: 0 }
+    }
+
+    /// Returns a policy whose bound has yielded.
+    fn yielded() -> SharingPolicy {
+        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 1 << 40));
+        policy.update(&budget, &[], 0);
+        policy.record_moves(1 + POLICY.bound_debt / POLICY.bound_price);
+        policy.update(&budget, &[], 0);
+        assert_eq!(policy.bound(0), None);
+        policy
+    }
+
     #[test]
     fn sharing_starts_above_half_of_the_budget_and_ends_below_three_eighths() {
-        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 800));
+        let (policy, budget) = (yielded(), Budget::new("a test", 800));
         let mut step = |used: u64| {
             let charge = budget.charge(used);
-            policy.update(&budget, &[CacheFootprint { live: used / 2, free: 0 }; 2], 0);
+            policy.update(&budget, &[footprint(used / 2, 0); 2], 0);
             drop(charge);
             policy.shares_all()
         };
@@ -363,14 +392,7 @@ mod tests {
         let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 800));
         let charge = budget.charge(800);
         let step = |first: u64, second: u64| {
-            policy.update(
-                &budget,
-                &[
-                    CacheFootprint { live: first, free: 0 },
-                    CacheFootprint { live: second / 2, free: second / 2 },
-                ],
-                0,
-            );
+            policy.update(&budget, &[footprint(first, 0), footprint(second / 2, second / 2)], 0);
             policy.shares_all()
         };
         assert!(!step(720, 80));
@@ -385,13 +407,13 @@ mod tests {
         for count in [2, 7, 8, 9, 16, 100] {
             let policy = SharingPolicy::new(true, false);
             // Streams that hold nothing do not count.
-            let mut equal = vec![CacheFootprint { live: 1600 / count, free: 0 }; count as usize];
-            equal.extend([CacheFootprint { live: 0, free: 0 }; 50]);
+            let mut equal = vec![footprint(1600 / count, 0); count as usize];
+            equal.extend([footprint(0, 0); 50]);
             policy.update(&budget, &equal, 0);
             assert!(policy.shares_all(), "{count} equal streams");
             let policy = SharingPolicy::new(true, false);
-            let mut small = vec![CacheFootprint { live: 160 / count, free: 0 }; count as usize];
-            small.push(CacheFootprint { live: 1440, free: 0 });
+            let mut small = vec![footprint(160 / count, 0); count as usize];
+            small.push(footprint(1440, 0));
             policy.update(&budget, &small, 0);
             assert!(!policy.shares_all(), "one large stream and {count} small ones");
         }
@@ -399,10 +421,10 @@ mod tests {
 
     #[test]
     fn pool_grows_first_while_half_of_the_budget_is_left_and_little_is_idle() {
-        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 800));
+        let (policy, budget) = (yielded(), Budget::new("a test", 800));
         let step = |live: u64, free: u64| {
             let charge = budget.charge(live + free);
-            policy.update(&budget, &[CacheFootprint { live, free: 0 }], free);
+            policy.update(&budget, &[footprint(live, 0)], free);
             drop(charge);
             policy.growth_order(LARGE) == GrowthOrder::GrowFirst
         };
@@ -418,7 +440,7 @@ mod tests {
         let step = |live: u64, free: u64| {
             let (live, free) = (live * MIB, free * MIB);
             let charge = budget.charge(live + free);
-            policy.update(&budget, &[CacheFootprint { live, free: 0 }], free);
+            policy.update(&budget, &[footprint(live, 0)], free);
             drop(charge);
             policy.fit()
         };
@@ -430,103 +452,155 @@ mod tests {
     }
 
     #[test]
-    fn large_blocks_use_shared_memory_once_a_quarter_more_is_held_than_the_peak() {
-        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 100_000));
-        let update =
-            |streams: &[CacheFootprint], shared: u64| policy.update(&budget, streams, shared);
-        let two = [CacheFootprint { live: 500, free: 0 }; 2];
-        update(&two, 0);
-        assert!(!policy.prefers_shared(LARGE));
-        update(&two, 249);
-        assert!(!policy.prefers_shared(LARGE));
-        update(&two, 250);
-        assert!(policy.prefers_shared(LARGE) && !policy.prefers_shared(LARGE - 1));
-        // From eleven eighths on, all blocks above 1 MiB.
-        update(&two, 374);
-        assert!(!policy.prefers_shared(MIB + 1) && !policy.searches_shared_first(1));
-        update(&two, 375);
-        assert!(policy.prefers_shared(MIB + 1) && !policy.prefers_shared(MIB));
-        assert!(policy.searches_shared_first(1));
-        // The high-water mark counts, not the current use.
-        update(&[CacheFootprint { live: 100, free: 0 }; 2], 1000);
-        assert!(!policy.prefers_shared(LARGE));
-        // A single stream has no other to share with.
-        update(&two[..1], 1000);
-        assert!(!policy.prefers_shared(LARGE));
-        let separate = SharingPolicy::new(false, false);
-        separate.update(&budget, &two, 1000);
-        assert!(!separate.prefers_shared(LARGE));
-    }
-
-    #[test]
-    fn handles_move_before_several_streams_hold_half_more_than_the_peak() {
-        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 1 << 40));
-        let high = 1000 * MIB;
+    fn handles_move_before_a_pool_whose_bound_has_yielded_exceeds_the_loose_bound() {
+        let (policy, budget) = (yielded(), Budget::new("a test", 1 << 40));
         let step = |live: u64, free: u64, bytes: u64, streams: u64| {
-            let each = CacheFootprint { live: live / streams, free: 0 };
+            let each = footprint(live / streams, 0);
             policy.update(&budget, &vec![each; streams as usize], free);
             policy.growth_order(bytes) == GrowthOrder::CompactFirst
         };
-        assert!(!step(high, 498 * MIB, 2 * MIB, 2));
-        let below = high - 2 * MIB;
-        assert!(!step(below, 500 * MIB, 2 * MIB, 2) && step(below, 501 * MIB, 2 * MIB, 2));
-        assert!(!step(below, 502 * MIB, MIB, 2), "a small block");
-        assert!(!step(below, 502 * MIB, 2 * MIB, 1), "a single stream");
-        // A block that raises the peak raises the bound.
-        assert!(!step(high, 502 * MIB, 4 * MIB, 2) && step(high, 503 * MIB, 4 * MIB, 2));
-    }
-
-    #[test]
-    fn handles_of_a_pool_that_compacts_move_before_it_exceeds_its_bound() {
-        let (policy, budget) = (SharingPolicy::new(true, true), Budget::new("a test", 1 << 40));
-        let high = 1600 * MIB;
-        let step = |live: u64, free: u64, bytes: u64, streams: u64| {
-            let each = CacheFootprint { live: live / streams, free: 0 };
-            policy.update(&budget, &vec![each; streams as usize], free);
-            policy.growth_order(bytes) == GrowthOrder::CompactFirst
-        };
+        let (high, room) = (1600 * MIB, 100 * MIB * (POLICY.loose_bound - 16));
         let below = high - 2 * MIB;
         for streams in [1, 2] {
-            assert!(!step(high, 0, 2 * MIB, streams));
-            assert!(!step(below, 100 * MIB, 2 * MIB, streams));
-            assert!(step(below, 101 * MIB, 2 * MIB, streams));
-            assert!(!step(below, 101 * MIB, MIB / 2, streams), "it fits");
-            assert!(step(high, 100 * MIB + 1, 1, streams), "a small block");
+            assert!(!step(high, room - 2 * MIB, 2 * MIB, streams));
+            assert!(
+                !step(below, room, 2 * MIB, streams) && step(below, room + MIB, 2 * MIB, streams)
+            );
+            assert!(!step(below, room + 2 * MIB, MIB, streams), "a small block");
             // A block that raises the peak raises the bound.
-            assert!(!step(high, 100 * MIB, 2 * MIB, streams));
-            assert!(step(high, 101 * MIB, 2 * MIB, streams));
+            assert!(!step(high, room + 2 * MIB, 4 * MIB, streams));
+            assert!(step(high, room + 4 * MIB, 4 * MIB, streams));
         }
     }
 
     #[test]
-    fn streams_of_a_pool_that_compacts_share_as_if_its_bound_were_the_limit() {
+    fn handles_move_before_a_pool_exceeds_its_bound() {
+        let budget = Budget::new("a test", 1 << 40);
+        for (compacts, bound) in [(false, POLICY.bound), (true, POLICY.compact_bound)] {
+            let policy = SharingPolicy::new(true, compacts);
+            let (high, room) = (1600 * MIB, 100 * MIB * (bound - 16));
+            let step = |live: u64, free: u64, bytes: u64, streams: u64| {
+                let each = footprint(live / streams, 0);
+                policy.update(&budget, &vec![each; streams as usize], free);
+                policy.growth_order(bytes) == GrowthOrder::CompactFirst
+            };
+            let below = high - 2 * MIB;
+            for streams in [1, 2] {
+                assert!(!step(high, 0, 2 * MIB, streams));
+                assert!(!step(below, room, 2 * MIB, streams));
+                assert!(step(below, room + MIB, 2 * MIB, streams));
+                assert!(!step(below, room + MIB, MIB / 2, streams), "it fits");
+                assert!(step(high, room + 1, 1, streams), "a small block");
+                // A block that raises the peak raises the bound.
+                assert!(!step(high, room, 2 * MIB, streams));
+                assert!(step(high, room + MIB, 2 * MIB, streams));
+            }
+        }
+    }
+
+    #[test]
+    fn streams_share_as_if_the_bound_were_the_limit_unless_it_has_yielded() {
         let budget = Budget::new("a test", 1 << 40);
         // Of another pool. It counts for the budget, and not for the bound.
-        let _other = budget.charge(1 << 30);
-        let high = 1600;
-        for (compacts, held, shares) in
-            [(true, 850, false), (true, 852, true), (true, 1700, true), (false, 1700, false)]
-        {
-            let policy = SharingPolicy::new(true, compacts);
+        let _other = budget.charge(8 << 30);
+        let high = 1600 * MIB;
+        let (usual, compacts) =
+            (|| SharingPolicy::new(true, false), || SharingPolicy::new(true, true));
+        let separate = || SharingPolicy::new(false, false);
+        let of = |bound: u64| high / 16 * bound / 2;
+        let cases: [(&dyn Fn() -> SharingPolicy, u64, bool); 8] = [
+            (&usual, of(POLICY.bound), false),
+            (&usual, of(POLICY.bound) + 2, true),
+            (&usual, 2 * of(POLICY.bound), true),
+            (&compacts, of(POLICY.compact_bound), false),
+            (&compacts, of(POLICY.compact_bound) + 2, true),
+            (&compacts, 2 * of(POLICY.compact_bound), true),
+            (&yielded, 2 * of(POLICY.bound), false),
+            (&separate, 2 * of(POLICY.bound), false),
+        ];
+        for (at, (policy, held, shares)) in cases.into_iter().enumerate() {
+            let policy = policy();
             let step = |live: u64, held: u64| {
                 let charge = budget.charge(held);
-                let each = CacheFootprint { live: live / 2, free: (held - live) / 2 };
-                policy.update(&budget, &[each; 2], 0);
+                policy.update(&budget, &[footprint(live / 2, (held - live) / 2); 2], 0);
                 drop(charge);
             };
             // One stream at the peak.
-            policy.update(&budget, &[CacheFootprint { live: high, free: 0 }], 0);
+            policy.update(&budget, &[footprint(high, 0)], 0);
             assert!(!policy.shares_all());
-            step(800, held);
-            assert_eq!(policy.shares_all(), shares, "{compacts}, {held}");
+            step(800 * MIB, held);
+            assert_eq!(policy.shares_all(), shares, "case {at}");
         }
+    }
+
+    #[test]
+    fn the_bound_yields_to_moves_and_to_threads_that_meet_and_returns_after_ever_longer_rests() {
+        let budget = Budget::new("a test", 1 << 40);
+        let enough = 1 + POLICY.bound_debt / POLICY.bound_price;
+        let update = |policy: &SharingPolicy, allocations: u64| {
+            let stream = CacheFootprint { live: 0, free: 0, allocations };
+            policy.update(&budget, &[stream], 0);
+            policy.bound(0).is_some()
+        };
+        let policy = SharingPolicy::new(true, false);
+        assert!(update(&policy, 0));
+        // As many moves as blocks pay for never add up.
+        let mut allocations = 0;
+        for _ in 0..10 {
+            policy.record_moves(enough - 1);
+            allocations += POLICY.bound_debt;
+            assert!(update(&policy, allocations));
+        }
+        for rest in [1, 2, 4].map(|times| times * POLICY.bound_rest) {
+            policy.record_moves(enough);
+            assert!(!update(&policy, allocations));
+            // What moves now does not count for the next time.
+            policy.record_moves(10 * enough);
+            allocations += rest - 1;
+            assert!(!update(&policy, allocations));
+            allocations += 1;
+            assert!(update(&policy, allocations), "after {rest} blocks");
+        }
+        // A stream that is gone takes its count along.
+        assert!(update(&policy, 0));
+        // One thread at a time costs nothing, two do.
+        for _ in 0..enough {
+            drop(policy.enter_slow_path());
+        }
+        assert!(update(&policy, 0));
+        for _ in 0..enough {
+            let (_one, _other) = (policy.enter_slow_path(), policy.enter_slow_path());
+        }
+        assert!(!update(&policy, 0));
+        // A pool that compacts does not yield, nor does one because of moves that its limit needs.
+        let compacts = SharingPolicy::new(true, true);
+        let limited = SharingPolicy::new(true, false);
+        assert!(update(&compacts, 0));
+        limited.update(&Budget::new("a test", 1), &[], 0);
+        for policy in [&compacts, &limited] {
+            policy.record_moves(10 * enough);
+            assert!(update(policy, 0));
+        }
+    }
+
+    #[test]
+    fn one_search_of_eight_polls_first_while_memory_is_shared_and_all_do_once_it_is_crowded() {
+        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 1600));
+        let mut polls = |live: u64| {
+            let charge = budget.charge(900);
+            policy.update(&budget, &[footprint(live / 2, 0); 2], 900 - live);
+            drop(charge);
+            assert!(policy.shares_all());
+            (0..16).filter(|_| !policy.searches_shared_first()).count()
+        };
+        assert_eq!([800, 802, 800].map(&mut polls), [2, 16, 2]);
     }
 
     #[test]
     fn medium_blocks_reuse_idle_memory_below_the_peak() {
-        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 1 << 40));
+        let (policy, budget) = (yielded(), Budget::new("a test", 1 << 40));
         let step = |live: u64, free: u64, bytes: u64| {
-            policy.update(&budget, &[CacheFootprint { live: live / 2, free: 0 }; 2], free);
+            policy.update(&budget, &[footprint(live / 2, 0); 2], free);
             policy.growth_order(bytes)
         };
         let high = 100 * MEDIUM;
@@ -534,7 +608,7 @@ mod tests {
         // Half as much is idle, and the block would be new use, or not.
         assert_eq!(step(high, high / 2 + 1, MEDIUM), GrowthOrder::GrowFirst);
         assert_eq!(step(high - MEDIUM, high / 2, MEDIUM), GrowthOrder::ReuseFirst);
-        assert_eq!(step(high - MEDIUM, high / 2, MEDIUM - 1), GrowthOrder::SharedFirst);
+        assert_eq!(step(high - MEDIUM, high / 2, MEDIUM - 1), GrowthOrder::GrowFirst);
         assert_eq!(
             step(high - MEDIUM, high / 8, MEDIUM),
             GrowthOrder::ReuseFirst,

@@ -51,7 +51,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
-use steps::{COMPACT_FIRST, GROW, GROW_FIRST, REUSE_FIRST, SHARED_FIRST, SHARED_ONLY, Step};
+use steps::{COMPACT_FIRST, GROW, GROW_FIRST, REUSE_FIRST, SHARED_ONLY, Step};
 
 /// How many times moves of other threads are waited for before a request is refused.
 const MOVE_RETRIES: u32 = 64;
@@ -99,7 +99,9 @@ impl PoolCore {
         let refused = match block {
             Ok(Some(block)) => {
                 self.peaks.settle_cache(cache);
-                self.sharing_policy.record_served(request.size());
+                if progress.polled {
+                    self.sharing_policy.record_served(request.size());
+                }
                 self.enforce_threshold();
                 self.publish_allocation();
                 return Ok(block);
@@ -250,20 +252,22 @@ impl PoolCore {
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
         (progress.move_counts, progress.own_moves) = (self.move_counts(), 0);
-        self.dedicated.reap_nonblocking();
-        let pass = self.scratch.begin();
-        let caches = self.caches(&pass);
+        let _counted = self.sharing_policy.enter_slow_path();
         let sharing = self.config.adoption != Adoption::Never;
         let own = [cache];
-        let donors: &[&'static StreamCache] = if sharing { &caches } else { &own };
         if sharing
-            && self.sharing_policy.searches_shared_first(request.size())
+            && self.sharing_policy.searches_shared_first()
             && let Some(block) =
-                self.allocate_shared(cache, donors, request, Granularity::Units, progress)
+                self.allocate_shared(cache, &own, request, Granularity::Units, progress)
         {
             return Ok(Some(block));
         }
+        self.dedicated.reap_nonblocking();
+        let pass = self.scratch.begin();
+        let caches = self.caches(&pass);
+        let donors: &[&'static StreamCache] = if sharing { &caches } else { &own };
         let mut collected = self.poll_fences(&pass, &caches, self.first_fence_scope())?;
+        progress.polled = true;
         let (inherited, own_moves) = self.share_abandoned(&pass, &caches, cache);
         collected += inherited;
         progress.own_moves += own_moves;
@@ -282,7 +286,6 @@ impl PoolCore {
         }
         let steps = match self.sharing_policy.growth_order(request.size()) {
             GrowthOrder::GrowFirst => GROW_FIRST,
-            GrowthOrder::SharedFirst => SHARED_FIRST,
             GrowthOrder::ReuseFirst => REUSE_FIRST,
             GrowthOrder::CompactFirst => COMPACT_FIRST,
             GrowthOrder::SharedOnly => SHARED_ONLY,
@@ -442,6 +445,7 @@ impl PoolCore {
         count(&self.counters.growths, u64::from(outcome.grown > 0));
         count(&self.counters.adoptions, u64::from(outcome.adopted > 0));
         count(&self.counters.moves, outcome.moves);
+        self.sharing_policy.record_moves(outcome.moves);
         count(&self.counters.stream_waits, outcome.waits);
         if outcome.grown > 0 {
             self.report_pool(Action::Grow, outcome.grown, Tag::NONE);

@@ -61,28 +61,31 @@ policy_params! {
     /// Memory is ample while at most these sixteenths of the live bytes are idle: growth against
     /// waits for other streams.
     ample_idle: 8,
-    /// Large blocks come from the shared free list once these sixteenths of the high-water mark are
-    /// held: large holes against slow paths.
-    surplus: 20,
-    /// Up to this size, blocks of several streams take new memory without a bound: fewer slow paths
+    /// Up to this size, blocks take new memory beyond the loose bound: fewer slow paths
     /// against less held memory.
     unbounded_max: MIB,
-    /// Blocks above `unbounded_max` come from the shared free list once several streams hold these
-    /// sixteenths of the high-water mark: fewer gaps against slow paths.
-    share_larger_from: 22,
-    /// Handles move under a block above `unbounded_max` before several streams hold more than these
-    /// sixteenths of the high-water mark: less held memory against moves.
-    bound: 24,
-    /// A pool that compacts holds these sixteenths of the high-water mark at most, with any number
-    /// of streams: it behaves as if they were its limit. Less held memory against slow paths and
-    /// moves.
+    /// A pool holds these sixteenths of the high-water mark at most, unless that costs too much: it
+    /// behaves as if they were its limit. Less held memory against slow paths and moves.
+    bound: 19,
+    /// A pool that does not compact may always hold so much more than the high-water mark: fewer slow
+    /// paths where little memory is at stake.
+    bound_min: 96 * MIB,
+    /// The bound yields where it costs more than one moved handle, or one encounter of threads, for
+    /// so many blocks: time against held memory.
+    bound_price: 8,
+    /// By how many blocks the cost must exceed that before the bound yields: a costly phase, such
+    /// as the first round, against the time until the bound yields.
+    bound_debt: 4096,
+    /// How many blocks are allocated before the bound applies again, the first time.
+    bound_rest: 1 << 20,
+    /// After the bound has yielded, handles move under a block above `unbounded_max` before the pool
+    /// holds more than these sixteenths of the high-water mark: less held memory against moves.
+    loose_bound: 28,
+    /// The bound of a pool that compacts. It never yields.
     compact_bound: 17,
-    /// Handles move before memory grows once these sixteenths of the high-water mark are held: less
-    /// held memory against moves.
-    compact_from: 28,
-    /// Blocks that are not large also reuse other streams' memory once these sixteenths of the
-    /// high-water mark are held.
-    reuse_all_from: 32,
+    /// While free memory is shared and at most half of the budget is live, one slow path of so many
+    /// polls events before it searches the shared free list: packing against time.
+    poll_every: 8,
     /// Memory is tight when less than this part of the budget is left or free: the place that pins
     /// the fewest handles against the lowest address.
     tight_part: 10,

@@ -22,8 +22,7 @@ impl PoolCore {
     /// - The request is invalid, or its alignment is not the default one.
     /// - There is a [full-path reason](PoolCore::add_full_path_reason).
     /// - The request [prefers shared memory](crate::sharing_policy::SharingPolicy::prefers_shared):
-    ///   more than 64 KiB while all free memory is shared, 16 MiB and more while several streams
-    ///   hold five fourths of the peak in use, or more than 1 MiB while they hold eleven eighths.
+    ///   more than 64 KiB while all free memory is shared.
     /// - The stream has no cache yet.
     ///
     /// The full path tries the cache as well, with the block that was freed last, except for a

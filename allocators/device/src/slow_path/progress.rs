@@ -16,6 +16,8 @@ pub(super) type MoveCounts = (u64, u64);
 #[derive(Default)]
 pub(super) struct Progress<'a> {
     pub(super) reserved: Option<&'a Mutex<Reservation>>,
+    /// Whether events were polled, and the policy has decided by what is in use now.
+    pub(super) polled: bool,
     /// The counts when the last search began.
     pub(super) move_counts: MoveCounts,
     /// Number of moves that this slow path itself has begun since.

@@ -9,8 +9,8 @@
 //!
 //! Two settings and the stream itself restrict the lists:
 //!
-//! - With [`Adoption::Never`], "all caches" is the stream's own cache, and [`SHARED_FIRST`] and
-//!   [`SHARED_ONLY`] are never chosen.
+//! - With [`Adoption::Never`], "all caches" is the stream's own cache, and [`SHARED_ONLY`] is never
+//!   chosen.
 //! - Without [`Adoption::Wait`], and for a stream that is isolated or captures, [`Step::Wait`] and
 //!   all searches in memory that is still in use are skipped.
 //!
@@ -81,23 +81,6 @@ const ALL_IN_BOUND: PlaceOptions = PlaceOptions { bounded: true, ..ALL };
 /// under free memory where new memory is refused; pending frees that their streams wait for on the
 /// device; everything, also from memory that is still in use.
 pub(super) const GROW_FIRST: &[Step] = &[
-    Step::FromOwn(GROW),
-    Step::FromAll(ADOPT),
-    Step::FromAll(GROW),
-    Step::FromAll(ADOPT_UNITS),
-    Step::FromAll(GROW_AND_MOVE),
-    Step::Wait,
-    Step::FromAll(ALL),
-];
-
-/// As [`GROW_FIRST`], where memory has been enough before: shared free ranges come first, also with
-/// a wait on the device.
-///
-/// The order: free pieces of the stream's own cache and of the shared free list; such pieces that
-/// are still in use; then all of [`GROW_FIRST`].
-pub(super) const SHARED_FIRST: &[Step] = &[
-    Step::FromOwn(ADOPT_UNITS),
-    Step::FromOwn(ADOPT_IN_USE),
     Step::FromOwn(GROW),
     Step::FromAll(ADOPT),
     Step::FromAll(GROW),

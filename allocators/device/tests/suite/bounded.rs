@@ -66,8 +66,6 @@ fn lagging_rounds(streams: u64, sizes: std::ops::RangeInclusive<u64>, lag: usize
 /// Totals of one round of sixteen threads with a stream each.
 #[derive(Clone, Copy, Debug)]
 struct Counts {
-    /// Ranges taken over from the cache of another stream.
-    taken: u64,
     moved: u64,
     /// Calls that map memory.
     mapped: u64,
@@ -112,14 +110,13 @@ fn sixteen_threads(limit: u64) -> Vec<Counts> {
             together.wait();
             let stats = rig.pool.stats();
             let mapped = rig.sim.driver().calls().get(Call::Map);
-            Counts { taken: stats.adoptions, moved: stats.moves, mapped }
+            Counts { moved: stats.moves, mapped }
         });
         rounds.collect()
     });
-    let none = Counts { taken: 0, moved: 0, mapped: 0 };
+    let none = Counts { moved: 0, mapped: 0 };
     let before = std::iter::once(&none).chain(&counted);
     let each = before.zip(&counted).map(|(before, now)| Counts {
-        taken: now.taken - before.taken,
         moved: now.moved - before.moved,
         mapped: now.mapped - before.mapped,
     });
@@ -149,13 +146,12 @@ fn rounds_on_a_lagging_device_use_bounded_memory() {
 }
 
 #[test]
-fn sixteen_threads_with_a_stream_each_stop_taking_over_ranges() {
+fn sixteen_threads_with_a_stream_each_stop_mapping_memory() {
     for limit in [1000, 4000] {
         let rounds = sixteen_threads(limit);
-        assert!(
-            late(&rounds, |round| round.taken) <= 5 * OPERATIONS / 1000,
-            "{limit} MiB: {rounds:?}"
-        );
+        // If the bound yields late, each stream grows once more.
+        let calls = late(&rounds, |round| round.mapped + round.moved);
+        assert!(calls <= 5 * OPERATIONS / 100, "{limit} MiB: {rounds:?}");
     }
 }
 

@@ -538,12 +538,14 @@ impl Loop {
         rounds
     }
 
-    /// Returns the smallest limit under which all rounds complete.
+    /// Returns the smallest limit under which all rounds complete, also with 5 % more.
     fn edge(&self, streams: usize) -> u64 {
         let from = self.peak.div_ceil(2 * MIB);
         (from..)
             .map(|slots| slots * 2 * MIB)
-            .find(|&limit| self.rounds(streams, limit, &[]).is_ok())
+            .find(|&limit| {
+                [limit, limit * 105 / 100].iter().all(|&it| self.rounds(streams, it, &[]).is_ok())
+            })
             .unwrap()
     }
 }
@@ -627,7 +629,7 @@ fn round(rig: &Rig, streams: &[Stream], seed: u64, doublings: u64) {
 }
 
 #[test]
-fn similar_rounds_reach_a_steady_state_without_growth() {
+fn similar_rounds_of_several_streams_stay_within_the_bound_with_few_memory_calls() {
     for seed in 0..8 {
         let rig = Rig::on(Sim::h200(1).symbolic(), 100_000, |_| ());
         let streams: Vec<_> = (0..4).map(|_| rig.stream()).collect();
@@ -638,13 +640,11 @@ fn similar_rounds_reach_a_steady_state_without_growth() {
                 calls(&rig, &MEMORY) - before
             })
             .collect();
-        // No call at all, except that a hole is missing in a few rounds.
-        let quiet = each[2..].iter().filter(|&&made| made == 0).count();
-        assert!(quiet >= 8 && each[2..].iter().sum::<u64>() * 8 < each[0], "seed {seed}: {each:?}");
+        // A hole is missing now and then, and handles move there.
+        assert!(each[2..].iter().all(|made| made * 4 < each[0]), "seed {seed}: {each:?}");
         let stats = rig.pool.stats();
-        let held = stats.peak_physical;
-        // Above 7/4 of the peak, handles move before new memory is taken.
-        assert!(held < stats.peak_live / 4 * 7, "seed {seed}: {held} of {}", stats.peak_live);
+        // A handle that a live block pins does not move, so a little more is held than the bound.
+        assert!(stats.peak_physical * 3 <= stats.peak_live * 4, "seed {seed}: {stats:?}");
         rig.assert_silent();
     }
 }

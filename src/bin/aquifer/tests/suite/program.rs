@@ -511,7 +511,7 @@ fn serve_mixed_is_clean_over_any_number_of_streams() {
 
 /// No round repeats another exactly: the streams differ in which frees are done at which time.
 #[test]
-fn streams_that_repeat_a_loop_stop_growing_at_half_above_the_peak() {
+fn streams_that_repeat_a_loop_stop_growing_at_a_fifth_above_the_peak() {
     for seed in 1..=3 {
         let trace = format!("made:sharded,seed={seed}");
         let output = replay(Path::new(&trace), "--device sim --json --repeat 24");
@@ -520,12 +520,12 @@ fn streams_that_repeat_a_loop_stop_growing_at_half_above_the_peak() {
         let bytes = |of: &Value, name: &str| of[name].as_u64().unwrap();
         let (held, peak) =
             (bytes(&value, "peak_physical_bytes_of_all_rounds"), bytes(&value, "peak_live_bytes"));
-        assert!(held <= peak / 100 * 152, "seed {seed}: {held} of {peak}");
+        assert!(held <= peak / 100 * 121, "seed {seed}: {held} of {peak}");
         let rounds = value["rounds"].as_array().unwrap();
         assert_eq!(rounds.len(), 24);
-        // Of more than 8,000 operations each.
+        // Of more than 8,000 operations each. Handles move where the bound leaves no room.
         let calls: u64 = rounds[4..].iter().map(|round| bytes(round, "memory_calls")).sum();
-        assert!(calls <= 20 * 5, "seed {seed}: {calls} memory calls in twenty rounds");
+        assert!(calls <= 20 * 100, "seed {seed}: {calls} memory calls in twenty rounds");
     }
 }
 
