@@ -101,7 +101,7 @@ policy_params! {
     /// A handle may be this part of a new block, or of the mean live block if that is smaller,
     /// however little is left: growth near the limit against the memory that a small block pins
     /// where a large one was.
-    block_parts: 32,
+    block_parts: 16,
 }
 
 /// Returns the thresholds in use.
