@@ -67,8 +67,8 @@ policy_params! {
     /// A pool holds these sixteenths of the high-water mark at most, unless that costs too much: it
     /// behaves as if they were its limit. Less held memory against slow paths and moves.
     bound: 19,
-    /// A pool that does not compact may always hold so much more than the high-water mark: fewer slow
-    /// paths where little memory is at stake.
+    /// A pool that does not compact may always hold so much more than the high-water mark: fewer
+    /// slow paths where little memory is at stake.
     bound_min: 96 * MIB,
     /// The bound yields where it costs more than one moved handle, or one encounter of threads, for
     /// so many blocks: time against held memory.
@@ -78,8 +78,9 @@ policy_params! {
     bound_debt: 4096,
     /// How many blocks are allocated before the bound applies again, the first time.
     bound_rest: 1 << 20,
-    /// After the bound has yielded, handles move under a block above `unbounded_max` before the pool
-    /// holds more than these sixteenths of the high-water mark: less held memory against moves.
+    /// After the bound has yielded, handles move under a block above `unbounded_max` before the
+    /// pool holds more than these sixteenths of the high-water mark: less held memory against
+    /// moves.
     loose_bound: 28,
     /// The bound of a pool that compacts. It never yields.
     compact_bound: 17,

@@ -161,8 +161,8 @@ impl Mapped {
                 shared.push((free_range, deps.clone()));
             }
         }
-        // This queries the driver, so it runs without the lock, and once for each stream. Work of an
-        // isolated stream is never waited for.
+        // This queries the driver, so it runs without the lock, and once for each stream. Work of
+        // an isolated stream is never waited for.
         let mut answers: List<'_, (Arc<Timeline>, bool)> = List::new_in(bump);
         let mut is_waited_for = |timeline: &Arc<Timeline>, epoch: u64| {
             let known = answers.iter().find(|(other, _)| Arc::ptr_eq(other, timeline));
