@@ -324,7 +324,7 @@ static uint64_t held_by(uint64_t pools) {
     aq_runtime_options options = simulated(1);
     options.pools = pools;
     aq_runtime runtime = create(&options);
-    uint64_t first = alloc(runtime, 0, 64u << 20, NULL), rest = alloc(runtime, 0, 2u << 20, NULL);
+    uint64_t first = alloc(runtime, 0, 64u << 20, NULL), rest = alloc(runtime, 0, 32u << 20, NULL);
     OK(aq_free(runtime, 0, first));
     uint64_t larger = alloc(runtime, 0, 66u << 20, NULL);
     aq_stats stats;
@@ -339,8 +339,8 @@ static uint64_t held_by(uint64_t pools) {
 }
 
 static void a_pool_that_compacts_holds_a_sixteenth_more_than_its_peak(void) {
-    CHECK(held_by(AQ_POOLS_COMPACT) * 16 <= (uint64_t)17 * 68 << 20);
-    CHECK(held_by(0) * 16 > (uint64_t)17 * 68 << 20);
+    CHECK(held_by(AQ_POOLS_COMPACT) * 16 <= (uint64_t)17 * 98 << 20);
+    CHECK(held_by(0) * 16 > (uint64_t)17 * 98 << 20);
     aq_runtime runtime = 77;
     aq_runtime_options options = simulated(1);
     options.pools = 2;
