@@ -165,10 +165,10 @@ impl SharingPolicy {
         bytes > policy().own_cache_max && self.shares_all()
     }
 
-    /// Returns whether a block is searched for in the shared free list before any fence
-    /// is polled, which takes no driver call. This holds for most searches while free memory is
-    /// shared. Polling first packs tighter. So it is always done in a pool that compacts and once
-    /// half of the budget is live, and else by one search of several.
+    /// Returns whether a block is searched for in the shared free list before any fence is polled,
+    /// which takes no driver call. This holds for most searches while free memory is shared.
+    /// Polling first packs tighter. So it is always done in a pool that compacts and once half of
+    /// the budget is live, and else by one search of several.
     pub(crate) fn searches_shared_first(&self) -> bool {
         let every = policy().poll_every;
         self.shares_all()
@@ -180,16 +180,19 @@ impl SharingPolicy {
     /// Counts a thread in the slow path, until the value is dropped.
     pub(crate) fn enter_slow_path(&self) -> InSlowPath<'_> {
         let others = self.threads.fetch_add(1, Ordering::Relaxed);
-        if others > 0 && self.binds.load(Ordering::Relaxed) {
-            self.bound_cost.add(1);
-        }
+        self.charge_bound(others.min(1));
         InSlowPath(self)
     }
 
     /// Counts handles that have moved under a block.
     pub(crate) fn record_moves(&self, moves: u64) {
-        if moves > 0 && self.binds.load(Ordering::Relaxed) {
-            self.bound_cost.add(moves);
+        self.charge_bound(moves);
+    }
+
+    /// Adds moves or encounters to the cost of the bound, if it is what leaves least.
+    fn charge_bound(&self, events: u64) {
+        if events > 0 && self.binds.load(Ordering::Relaxed) {
+            self.bound_cost.add(events);
         }
     }
 
@@ -237,7 +240,7 @@ impl SharingPolicy {
             return GrowthOrder::CompactFirst;
         }
         let grows = self.spacious.load(Ordering::Relaxed)
-            && !self.should_reuse(bytes)
+            && !self.grows_whole_blocks(bytes)
             && (self.ample.load(Ordering::Relaxed) || bytes < policy().large_block);
         if grows { GrowthOrder::GrowFirst } else { GrowthOrder::ReuseFirst }
     }
@@ -259,8 +262,12 @@ impl SharingPolicy {
 
     /// Returns the peak of live bytes as it is with a block of `bytes` more.
     fn peak_with(&self, bytes: u64) -> u64 {
-        let live = self.live.load(Ordering::Relaxed).saturating_add(bytes);
-        self.peak_live.load(Ordering::Relaxed).max(live)
+        self.peak_live.load(Ordering::Relaxed).max(self.live_with(bytes))
+    }
+
+    /// Returns the live bytes as they are with a block of `bytes` more.
+    fn live_with(&self, bytes: u64) -> u64 {
+        self.live.load(Ordering::Relaxed).saturating_add(bytes)
     }
 
     /// Returns whether the pool would hold more than the loose bound with `bytes` of new memory.
@@ -270,31 +277,20 @@ impl SharingPolicy {
                 > sixteenths(self.peak_with(bytes), policy().loose_bound)
     }
 
-    /// Returns whether as much has been in use before as now with a block of `bytes` more.
-    fn fits_peak(&self, bytes: u64) -> bool {
-        self.live.load(Ordering::Relaxed).saturating_add(bytes)
-            <= self.peak_live.load(Ordering::Relaxed)
-    }
-
-    /// Returns whether a block of `bytes` should search other streams' memory because what is held
-    /// was enough before.
-    fn should_reuse(&self, bytes: u64) -> bool {
+    /// Returns whether as much has been in use before as with a block of `bytes` more, and the
+    /// block is large enough for that to matter. What is held was enough then. So the block
+    /// searches other streams' memory first, and if it finds no room there, memory is fragmented.
+    /// Its new memory then has its full size, whatever is free next to it, which leaves a hole that
+    /// can be reused.
+    pub(crate) fn grows_whole_blocks(&self, bytes: u64) -> bool {
         bytes >= policy().medium_block
             && self.several_streams.load(Ordering::Relaxed)
-            && self.fits_peak(bytes)
-    }
-
-    /// Returns whether new memory for a block of `bytes` has the full size of the block, whatever
-    /// is free next to it. The held memory was enough before and is fragmented now, so this creates
-    /// a hole that can be reused.
-    pub(crate) fn grows_whole_blocks(&self, bytes: u64) -> bool {
-        self.should_reuse(bytes)
+            && self.live_with(bytes) <= self.peak_live.load(Ordering::Relaxed)
     }
 
     /// Records that a block of `bytes` has been allocated since the last decision.
     pub(crate) fn record_served(&self, bytes: u64) {
-        self.peak_live
-            .fetch_max(self.live.load(Ordering::Relaxed).saturating_add(bytes), Ordering::Relaxed);
+        self.peak_live.fetch_max(self.live_with(bytes), Ordering::Relaxed);
     }
 
     /// Decides again, from the budget, the memory of each stream, and the `shared` free bytes.

@@ -63,8 +63,7 @@ impl SharedFreeList {
 
     /// Returns whether an address is in a free range.
     pub(crate) fn covers(&self, address: u64) -> bool {
-        self.below(address)
-            .is_some_and(|(chunk, at)| self.chunks[chunk].spans[at].contains(address))
+        self.below(address).is_some_and(|below| self.span(below).contains(address))
     }
 
     /// Returns the last range that begins at `address` or below.
@@ -92,16 +91,21 @@ impl SharedFreeList {
 
     /// Returns the range that follows this one, or the first.
     fn after(&self, below: Option<SpanIndex>) -> Option<SpanIndex> {
-        let (chunk, at) = below.map_or((0, 0), |(chunk, at)| (chunk, at + 1));
+        let (chunk, at) = Self::behind(below);
         if at < self.chunks.get(chunk)?.spans.len() {
             return Some((chunk, at));
         }
         (chunk + 1 < self.chunks.len()).then_some((chunk + 1, 0))
     }
 
+    /// Returns the place behind this range in its chunk, or the first place.
+    fn behind(below: Option<SpanIndex>) -> SpanIndex {
+        below.map_or((0, 0), |(chunk, at)| (chunk, at + 1))
+    }
+
     /// Inserts a range behind this one, or as the first.
     fn insert_after(&mut self, below: Option<SpanIndex>, span: Range, deps: StreamDeps) {
-        let (chunk, at) = below.map_or((0, 0), |(chunk, at)| (chunk, at + 1));
+        let (chunk, at) = Self::behind(below);
         match self.chunks.get_mut(chunk) {
             None => {
                 self.chunks.push(Chunk { longest: span.len, spans: vec![span], deps: vec![deps] });
