@@ -65,19 +65,19 @@ pub struct PoolConfig {
     /// without virtual memory.
     pub wait: Duration,
     /// Bytes of every physical handle, rounded up to the device's granularity. 0 selects from the
-    /// granularity, usually 2 MiB, up to 64 MiB, by how much memory is left to take. Default: 0.
+    /// granularity, usually 2 MiB, up to 64 MiB, by how much memory is held and left to take.
+    /// Default: 0.
     pub handle_bytes: u64,
-    /// Bounds held memory by 17/16 of the peak in use instead of 19/16, and always. Every pool
-    /// behaves as if its bound were the limit of the budget: streams share free memory, a block
-    /// waits on the device for what another stream still uses, and free memory moves to where it is
-    /// missing, at some 40 to 80 µs for each handle. Other pools give their bound up for a time
-    /// where handles move too often for it, or where several threads allocate at once: those take
-    /// turns, and sixteen need up to 30 µs for a block. What shares a handle with a live block
-    /// cannot move, and may exceed the bound by some per cent.
+    /// Keeps held memory within 17/16 of the peak in use, whatever that costs. Every pool behaves
+    /// as if its bound were the limit of the budget: streams share free memory, a block waits on
+    /// the device for what another stream still uses, and free memory moves to where it is missing,
+    /// at some 40 to 80 µs for each handle. The bound of other pools rises up to 19/16, and is then
+    /// given up for a time, where handles move too often for it, or where several threads allocate
+    /// at once: those take turns, and sixteen need up to 30 µs for a block. What shares a handle
+    /// with a live block cannot move, and may exceed the bound by some per cent.
     ///
-    /// A handle has at most a 128th of what is held, or a 16th of a block where most are as large.
-    /// The first use of memory therefore takes up to twice as long as in other pools. The figures
-    /// of the guide have what it saves and costs for real programs.
+    /// Each search asks the driver first which work is done. The figures of the guide have what
+    /// this setting saves and costs for real programs.
     ///
     /// Only on devices with virtual memory. A budget bounds held memory too, at similar costs.
     /// Default: `false`.

@@ -105,11 +105,10 @@
 //!   long as the block.
 //! - Half of the budget is left, and more is idle: for blocks from 16 MiB first freed memory, with
 //!   a wait on the device if necessary. Then new memory.
-//! - A block would raise what is held above a bound, 19/16 of the peak in use or 96 MiB more than
+//! - A block would raise what is held above a bound, 17/16 of the peak in use or 96 MiB more than
 //!   it: freed memory, with a wait on the device if necessary. Then new memory up to the bound, and
 //!   handles move for the rest. In all these rules the bound counts as the budget, and what the
-//!   pool holds as its use, if that leaves less. In a pool that [compacts](PoolConfig::compact) the
-//!   bound is 17/16 of the peak.
+//!   pool holds as its use, if that leaves less.
 //! - Less than half of the budget is left, and memory is not shared: as where more is idle, for
 //!   blocks of any size.
 //! - Less than half of the budget is left, and there are several streams: all free memory is
@@ -117,16 +116,19 @@
 //!   there is none, it takes new memory, then one that is still in use, with a wait on the device,
 //!   and only then do handles move.
 //!
-//! The bound yields for a time where it costs too much: where more than one handle moves for eight
-//! blocks, or where as often two threads are in a slow path at once. The other rules then hold as
-//! if there were no bound, and handles move before a block above 1 MiB would raise what is held
-//! above 28/16 of the peak. The first such time is a million blocks long, and each next one twice
-//! as long. The bound of a pool that compacts does not yield.
+//! The bound rises where it costs too much: where more than one handle moves for 128 blocks, or
+//! where as often two threads are in a slow path at once. It does so by a 64th of the peak at a
+//! time, up to 19/16 of the peak, and where less than half of the budget is left it is 19/16 at
+//! once. Where it costs more than one move for 16 blocks even there, it yields for a time. The
+//! other rules then hold as if there were no bound, and handles move before a block above 1 MiB
+//! would raise what is held above 28/16 of the peak. The first such time is a million blocks long,
+//! and each next one twice as long. The bound of a pool that [compacts](PoolConfig::compact) stays
+//! at 17/16 of the peak.
 //!
-//! A handle has 2 to 64 MiB: a 4096th of what the pool could still take, or if it is more, a 16th
-//! of the block, or of the mean live block if that is smaller. Large handles are created faster for
-//! each byte, but one small block keeps a whole handle in place. In a pool that compacts, a 128th
-//! of what is held replaces the 4096th if it is less.
+//! A handle has 2 to 64 MiB: a 64th of what is held or a 4096th of what the pool could still take,
+//! the lesser of the two, or if it is more, a 16th of the block, or of the mean live block if that
+//! is smaller. Large handles are created faster for each byte, but one small block keeps a whole
+//! handle in place.
 //!
 //! Shared memory is allocated at the lowest address first, so that free memory gathers at the high
 //! end, where whole handles become free. The price is a slow path for every block above 64 KiB

@@ -19,11 +19,7 @@ use crate::{
     checked::{BlockSource, CheckedPool},
     direct::Direct,
     environment::Environment,
-    physical::{
-        Physical,
-        mapped::{HandleSizes, Mapped},
-        segments::Segments,
-    },
+    physical::{Physical, mapped::Mapped, segments::Segments},
     planned,
     pool_core::PoolCore,
     request::ValidateRequest,
@@ -165,17 +161,12 @@ impl DevicePool {
                     expected: "0 or a power of two",
                 });
             }
-            let handle_sizes = match config.handle_bytes {
-                0 if config.compact => HandleSizes::ByBlockAndHeld,
-                0 => HandleSizes::ByBlockAndRest,
-                _ => HandleSizes::Fixed,
-            };
             Box::new(Mapped::open(
                 &driver,
                 accessors.clone(),
                 info.memory,
                 slot,
-                handle_sizes,
+                config.handle_bytes > 0,
                 config.default_export(info.export_types),
                 budget.clone(),
             )?)

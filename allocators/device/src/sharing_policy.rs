@@ -28,7 +28,7 @@
 //! - If such a block finds no room, the free memory is fragmented. The block then gets new memory
 //!   of its full size, not only what is missing next to a free range. This leaves a hole that the
 //!   next round can reuse.
-//! - **Held memory is bounded** by 19/16 of the high-water mark, or by 96 MiB more than it if that
+//! - **Held memory is bounded** by 17/16 of the high-water mark, or by 96 MiB more than it if that
 //!   is more. Several streams that repeat a loop with small differences in order find a place
 //!   missing now and then. If each such block took new memory, the pool would grow in every round.
 //!   The pool behaves as if the bound were its limit, so streams share free memory once they hold
@@ -36,17 +36,19 @@
 //!   for other streams, and idle handles move under it for the rest. Whole slots of other streams
 //!   come before pieces, or streams that allocate small blocks at the same time would take pieces
 //!   from each other forever.
-//! - The bound **yields** where it costs too much: where handles move for it all the time, or where
-//!   several threads allocate at once, which would take turns. Streams are separate then. All
-//!   handles that can be moved are moved before the pool holds more than 28/16 of the high-water
-//!   mark. After ever longer times it is tried again.
-//! - A pool that **compacts** has a bound of 17/16, which never yields.
+//! - The bound **rises** where it costs too much, by a 64th of the high-water mark at a time: where
+//!   many handles move for it, or where several threads allocate at once, which would take turns.
+//!   Where less than half of the budget is left, it is 19/16 at once. Where it costs too much even
+//!   there, it **yields**. Streams are separate then. All handles that can be moved are moved
+//!   before the pool holds more than 28/16 of the high-water mark. After ever longer times the
+//!   bound is tried again.
+//! - A pool that **compacts** keeps to 17/16, at any cost.
 
-mod bound_cost;
+mod held_bound;
 
 use crate::base::policy_params::{policy, sixteenths};
 use aquifer_core::Budget;
-use bound_cost::BoundCost;
+use held_bound::HeldBound;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The memory of one stream, in bytes.
@@ -106,6 +108,8 @@ pub(crate) struct SharingPolicy {
     all_shared: AtomicBool,
     /// Half of the budget is left.
     spacious: AtomicBool,
+    /// Less than half of the budget is left, whatever the bound leaves.
+    near_limit: AtomicBool,
     /// At most a third of the held memory is idle.
     ample: AtomicBool,
     /// Nearly all of the budget is in use: see [`policy`].
@@ -122,7 +126,7 @@ pub(crate) struct SharingPolicy {
     held: AtomicU64,
     /// The bound leaves less than the budget does, and may yield.
     binds: AtomicBool,
-    bound_cost: BoundCost,
+    held_bound: HeldBound,
     /// Searches while all free memory is shared and memory is not crowded.
     searches: AtomicU64,
     /// Threads in a slow path.
@@ -141,7 +145,7 @@ impl Drop for InSlowPath<'_> {
 impl SharingPolicy {
     /// Creates a policy under which streams start separate, and stay so unless `sharing` is set.
     pub(crate) fn new(sharing: bool, compacts: bool) -> Self {
-        Self { sharing, compacts, ..Self::default() }
+        Self { sharing, compacts, held_bound: HeldBound::new(compacts), ..Self::default() }
     }
 
     /// Returns whether streams share free memory.
@@ -192,18 +196,14 @@ impl SharingPolicy {
     /// Adds moves or encounters to the cost of the bound, if it is what leaves least.
     fn charge_bound(&self, events: u64) {
         if events > 0 && self.binds.load(Ordering::Relaxed) {
-            self.bound_cost.add(events);
+            self.held_bound.add(events);
         }
     }
 
     /// Returns the bytes that the pool may hold where `peak` is the most that was in use; `None` if
     /// the bound has yielded, or if streams keep their memory for good.
-    fn bound(&self, peak: u64) -> Option<u64> {
-        if self.compacts {
-            return Some(sixteenths(peak, policy().compact_bound));
-        }
-        let bound = sixteenths(peak, policy().bound).max(peak.saturating_add(policy().bound_min));
-        (self.sharing && !self.bound_cost.yields()).then_some(bound)
+    fn bound(&self, peak: u64, near_limit: bool) -> Option<u64> {
+        if self.sharing || self.compacts { self.held_bound.bytes(peak, near_limit) } else { None }
     }
 
     /// Returns the pieces of the shared free list that serve a block of `bytes` which does not fit
@@ -255,7 +255,8 @@ impl SharingPolicy {
     /// Returns the bytes that can be added to what is held before it exceeds the bound, where a
     /// block of `bytes` would exceed it.
     fn room_of_exceeded_bound(&self, bytes: u64) -> Option<u64> {
-        let bound = self.bound(self.peak_with(bytes))?;
+        let near_limit = self.near_limit.load(Ordering::Relaxed);
+        let bound = self.bound(self.peak_with(bytes), near_limit)?;
         let room = bound.saturating_sub(self.held.load(Ordering::Relaxed));
         (room < bytes).then_some(room)
     }
@@ -302,11 +303,13 @@ impl SharingPolicy {
             streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
         let all_held = live + free;
         let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
-        self.bound_cost.update(streams.iter().map(|stream| stream.allocations).sum());
         let (mut used, mut limit) = (budget.used(), budget.limit());
+        let near_limit = used > sixteenths(limit, policy().spacious_up_to);
+        let allocations = streams.iter().map(|stream| stream.allocations).sum();
+        self.held_bound.update(allocations, peak_live, near_limit);
         // The one that leaves less. Other pools may use the same budget.
         let mut binds = false;
-        if let Some(bound) = self.bound(peak_live)
+        if let Some(bound) = self.bound(peak_live, near_limit)
             && bound.saturating_sub(all_held) < limit.saturating_sub(used)
         {
             (used, limit) = (all_held, bound);
@@ -334,6 +337,7 @@ impl SharingPolicy {
             (&self.spacious, spacious),
             (&self.ample, ample),
             (&self.tight, tight),
+            (&self.near_limit, near_limit),
             (&self.crowded, live > sixteenths(budget.limit(), policy().drain_above)),
             (&self.several_streams, streams.len() > 1),
             (&self.binds, binds),
@@ -365,9 +369,9 @@ mod tests {
     fn yielded() -> SharingPolicy {
         let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 1 << 40));
         policy.update(&budget, &[], 0);
-        policy.record_moves(1 + POLICY.bound_debt / POLICY.bound_price);
+        policy.record_moves(1 + POLICY.bound_debt / POLICY.yield_price);
         policy.update(&budget, &[], 0);
-        assert_eq!(policy.bound(0), None);
+        assert_eq!(policy.bound(0, false), None);
         policy
     }
 
@@ -432,7 +436,7 @@ mod tests {
 
     #[test]
     fn memory_is_tight_when_nearly_all_of_the_budget_is_in_use_but_not_when_it_is_idle() {
-        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 3200 * MIB));
+        let (policy, budget) = (yielded(), Budget::new("a test", 3200 * MIB));
         let step = |live: u64, free: u64| {
             let (live, free) = (live * MIB, free * MIB);
             let charge = budget.charge(live + free);
@@ -472,9 +476,9 @@ mod tests {
     #[test]
     fn handles_move_before_a_pool_exceeds_its_bound() {
         let budget = Budget::new("a test", 1 << 40);
-        for (compacts, bound) in [(false, POLICY.bound), (true, POLICY.compact_bound)] {
+        for compacts in [false, true] {
             let policy = SharingPolicy::new(true, compacts);
-            let (high, room) = (1600 * MIB, 100 * MIB * (bound - 16));
+            let (high, room) = (1600 * MIB, 100 * MIB * (POLICY.least_bound - 16));
             let step = |live: u64, free: u64, bytes: u64, streams: u64| {
                 let each = footprint(live / streams, 0);
                 policy.update(&budget, &vec![each; streams as usize], free);
@@ -503,16 +507,16 @@ mod tests {
         let (usual, compacts) =
             (|| SharingPolicy::new(true, false), || SharingPolicy::new(true, true));
         let separate = || SharingPolicy::new(false, false);
-        let of = |bound: u64| high / 16 * bound / 2;
+        let half = high / 16 * POLICY.least_bound / 2;
         let cases: [(&dyn Fn() -> SharingPolicy, u64, bool); 8] = [
-            (&usual, of(POLICY.bound), false),
-            (&usual, of(POLICY.bound) + 2, true),
-            (&usual, 2 * of(POLICY.bound), true),
-            (&compacts, of(POLICY.compact_bound), false),
-            (&compacts, of(POLICY.compact_bound) + 2, true),
-            (&compacts, 2 * of(POLICY.compact_bound), true),
-            (&yielded, 2 * of(POLICY.bound), false),
-            (&separate, 2 * of(POLICY.bound), false),
+            (&usual, half, false),
+            (&usual, half + 2, true),
+            (&usual, 2 * half, true),
+            (&compacts, half, false),
+            (&compacts, half + 2, true),
+            (&compacts, 2 * half, true),
+            (&yielded, 2 * half, false),
+            (&separate, 2 * half, false),
         ];
         for (at, (policy, held, shares)) in cases.into_iter().enumerate() {
             let policy = policy();
@@ -530,13 +534,53 @@ mod tests {
     }
 
     #[test]
+    fn the_bound_rises_by_a_64th_to_its_most_where_handles_move_more_often_than_blocks_pay_for() {
+        let (budget, high) = (Budget::new("a test", 1 << 40), 6400 * MIB);
+        let bounds = |policy: &SharingPolicy, moves: u64, blocks: u64, times: u64| -> Vec<u64> {
+            let step = |time| {
+                policy.record_moves(moves);
+                let allocations = blocks * (time + 1);
+                policy.update(&budget, &[CacheFootprint { live: high, free: 0, allocations }], 0);
+                policy.bound(high, false).map_or(0, |bound| bound / MIB)
+            };
+            (0..times).map(step).collect()
+        };
+        let enough = 1 + POLICY.bound_debt / POLICY.rise_price;
+        let new = |compacts| {
+            let policy = SharingPolicy::new(true, compacts);
+            assert_eq!(bounds(&policy, 0, 0, 1), [6800]);
+            policy
+        };
+        let policy = new(false);
+        let all = bounds(&policy, enough, 0, 8);
+        assert_eq!(all, [6900, 7000, 7100, 7200, 7300, 7400, 7500, 7600]);
+        assert_eq!(bounds(&policy, enough, 0, 7), [7600; 7], "as much would be a rise");
+        assert_eq!(bounds(&policy, enough, 0, 1), [0], "it has yielded");
+        assert_eq!(bounds(&new(false), enough - 1, POLICY.bound_debt, 9), [6800; 9]);
+        assert_eq!(bounds(&new(true), enough, 0, 9), [6800; 9]);
+    }
+
+    #[test]
+    fn the_bound_is_at_its_most_where_less_than_half_of_the_budget_is_left() {
+        let (policy, high) = (SharingPolicy::new(true, false), 1600 * MIB);
+        for (limit, room) in [(3200, 100), (3199, 300), (3200, 100)] {
+            let budget = Budget::new("a test", limit * MIB);
+            let _charge = budget.charge(high);
+            policy.update(&budget, &[footprint(high, 0)], 0);
+            policy.update(&budget, &[footprint(0, high)], 0);
+            let exceeds = |mib: u64| policy.room_of_exceeded_bound(mib * MIB).is_some();
+            assert_eq!([exceeds(room), exceeds(room + 1)], [false, true], "of {limit} MiB");
+        }
+    }
+
+    #[test]
     fn the_bound_yields_to_moves_and_to_threads_that_meet_and_returns_after_ever_longer_rests() {
         let budget = Budget::new("a test", 1 << 40);
-        let enough = 1 + POLICY.bound_debt / POLICY.bound_price;
+        let enough = 1 + POLICY.bound_debt / POLICY.yield_price;
         let update = |policy: &SharingPolicy, allocations: u64| {
             let stream = CacheFootprint { live: 0, free: 0, allocations };
             policy.update(&budget, &[stream], 0);
-            policy.bound(0).is_some()
+            policy.bound(0, false).is_some()
         };
         let policy = SharingPolicy::new(true, false);
         assert!(update(&policy, 0));

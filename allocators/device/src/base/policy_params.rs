@@ -66,24 +66,28 @@ policy_params! {
     unbounded_max: MIB,
     /// A pool holds these sixteenths of the high-water mark at most, unless that costs too much: it
     /// behaves as if they were its limit. Less held memory against slow paths and moves.
-    bound: 19,
+    least_bound: 17,
+    /// Where that costs too much, the bound of a pool that does not compact rises up to these
+    /// sixteenths.
+    most_bound: 19,
     /// A pool that does not compact may always hold so much more than the high-water mark: fewer
     /// slow paths where little memory is at stake.
     bound_min: 96 * MIB,
-    /// The bound yields where it costs more than one moved handle, or one encounter of threads, for
-    /// so many blocks: time against held memory.
-    bound_price: 8,
-    /// By how many blocks the cost must exceed that before the bound yields: a costly phase, such
-    /// as the first round, against the time until the bound yields.
-    bound_debt: 4096,
-    /// How many blocks are allocated before the bound applies again, the first time.
+    /// The bound rises where it makes more than one handle move, or more than one thread meet
+    /// another, for so many blocks: time against held memory.
+    rise_price: 128,
+    /// Where it can rise no more, it yields if it costs more than one of these for so many blocks.
+    /// Less than `rise_price`: a rise costs a 64th of the high-water mark, and this much more.
+    yield_price: 16,
+    /// By how many blocks the cost must exceed that before the bound rises or yields: a costly
+    /// phase, such as the first round, against the time until then.
+    bound_debt: 8192,
+    /// How many blocks are allocated before a bound that has yielded applies again, the first time.
     bound_rest: 1 << 20,
     /// After the bound has yielded, handles move under a block above `unbounded_max` before the
     /// pool holds more than these sixteenths of the high-water mark: less held memory against
     /// moves.
     loose_bound: 28,
-    /// The bound of a pool that compacts. It never yields.
-    compact_bound: 17,
     /// While free memory is shared and at most half of the budget is live, one slow path of so many
     /// polls events before it searches the shared free list: packing against time.
     poll_every: 8,
@@ -96,9 +100,9 @@ policy_params! {
     /// A handle is at most this part of what the pool could still provide: the memory that one
     /// live block pins against the number of driver calls.
     headroom_parts: 4096,
-    /// In a pool that compacts, a handle is also at most this part of what is held: the memory that
-    /// one live block pins against the number of driver calls in the first round.
-    held_parts: 128,
+    /// A handle is also at most this part of what is held: the memory that one live block pins
+    /// against the number of driver calls in the first round.
+    held_parts: 64,
     /// A handle may be this part of a new block, or of the mean live block if that is smaller,
     /// however little is left: growth near the limit against the memory that a small block pins
     /// where a large one was.

@@ -89,8 +89,8 @@ pub(crate) struct Mapped {
     bytes: u64,
     /// Bytes of a slot, which is the smallest handle.
     slot: u64,
-    /// The sizes of new handles.
-    handle_sizes: HandleSizes,
+    /// Whether each handle is one slot.
+    fixed_handles: bool,
     /// What new handles can be exported as.
     export: ExportTypes,
     budget: Budget,
@@ -106,17 +106,6 @@ pub(crate) struct Mapped {
     /// Set if work that cannot be waited for may still use the mappings. They are then never
     /// unmapped.
     leaked: AtomicBool,
-}
-
-/// How large new handles are.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum HandleSizes {
-    /// One slot.
-    Fixed,
-    /// Up to a fixed part of the block or of the memory that is left to take.
-    ByBlockAndRest,
-    /// The same, and no more than a fixed part of what is held, or of the block.
-    ByBlockAndHeld,
 }
 
 /// Marks memory that is being moved, which other threads cannot see. It is counted before the
@@ -140,7 +129,7 @@ impl Mapped {
         accessors: Arc<[DeviceId]>,
         memory: u64,
         slot: u64,
-        handle_sizes: HandleSizes,
+        fixed_handles: bool,
         export: ExportTypes,
         budget: Budget,
     ) -> Result<Self> {
@@ -162,7 +151,7 @@ impl Mapped {
             base,
             bytes,
             slot,
-            handle_sizes,
+            fixed_handles,
             export,
             budget,
             held: Arc::default(),
@@ -207,20 +196,19 @@ impl Mapped {
         MoveGuard(self)
     }
 
-    /// Returns the maximum number of slots of a new handle, while `live` bytes of the held memory
-    /// are in use: a fixed part of a `typical` block, or if that is more and the setting allows it,
-    /// of what could still be provided. So the memory that one live block pins is small compared to
-    /// the block or to the rest.
-    fn largest_handle(&self, live: u64, typical: u64) -> u64 {
-        let (policy, held) = (policy(), self.held.now());
-        let left = self.budget.remaining() + held.saturating_sub(live);
-        let (by_block, by_rest) = (typical / policy.block_parts, left / policy.headroom_parts);
-        let bytes = match self.handle_sizes {
-            HandleSizes::Fixed => 0,
-            HandleSizes::ByBlockAndRest => by_block.max(by_rest),
-            HandleSizes::ByBlockAndHeld => by_block.max(by_rest.min(held / policy.held_parts)),
-        };
-        1 << (bytes.min(policy.largest_handle) / self.slot).max(1).ilog2()
+    /// Returns the maximum number of slots of a new handle, while `held` bytes are held and `live`
+    /// of them in use: a fixed part of a `typical` block, or if that is more, of what is held and
+    /// of what could still be provided. So the memory that one live block pins is small compared
+    /// to the block, or to all memory and to the rest.
+    fn largest_handle(&self, held: u64, live: u64, typical: u64) -> u64 {
+        if self.fixed_handles {
+            return 1;
+        }
+        let policy = policy();
+        let left = self.budget.remaining() + self.held.now().saturating_sub(live);
+        let by_memory = (held / policy.held_parts).min(left / policy.headroom_parts);
+        let bytes = by_memory.max(typical / policy.block_parts).min(policy.largest_handle);
+        1 << (bytes / self.slot).max(1).ilog2()
     }
 
     fn grid(&self) -> Grid {

@@ -26,6 +26,9 @@ fn write(rig: &Rig, stream: &Stream, block: &Block) {
     rig.sim.access(stream.raw(), range(block), Access::Write, Some(block.generation())).unwrap();
 }
 
+/// So much that it limits no handle, in MiB.
+const MUCH: u64 = 4 << 10;
+
 fn made(rig: &Rig, call: Call) -> u64 {
     rig.sim.driver().calls().get(call)
 }
@@ -34,9 +37,9 @@ fn made(rig: &Rig, call: Call) -> u64 {
 fn handles_get_small_as_the_limit_comes_near() {
     let rig = vast(1 << 20);
     let s = rig.stream();
+    let mut live = vec![take(&rig, &s, MUCH)];
     // The mean block is small.
-    let mut live: Vec<_> =
-        (0..100).map(|_| rig.pool.alloc(&s, Request::bytes(1)).unwrap()).collect();
+    live.extend((0..1000).map(|_| rig.pool.alloc(&s, Request::bytes(1)).unwrap()));
     // What is left when a block of 128 MiB is requested, and the handles that back it.
     for (left, handles) in [
         (512 * GIB, 2),
@@ -50,6 +53,21 @@ fn handles_get_small_as_the_limit_comes_near() {
         let before = made(&rig, Call::HandleCreate);
         live.push(take(&rig, &s, 128));
         assert_eq!(made(&rig, Call::HandleCreate) - before, handles, "{left} bytes are left");
+    }
+}
+
+#[test]
+fn handles_are_at_most_a_64th_of_what_is_held_or_a_16th_of_the_block() {
+    let rig = vast(1 << 20);
+    let s = rig.stream();
+    // What is held before a block of 64 MiB, and the size of the handles that back it, in MiB.
+    let (mut live, mut held) = (vec![], 0);
+    for (more, handle) in [(0, 4), (448, 4), (512, 8), (1024, 16), (2048, 32), (4096, 64)] {
+        live.extend((held..more).step_by(64).map(|_| take(&rig, &s, 64)));
+        let before = made(&rig, Call::HandleCreate);
+        live.push(take(&rig, &s, 64));
+        assert_eq!(made(&rig, Call::HandleCreate) - before, 64 / handle, "{more} MiB are held");
+        held = more + 64;
     }
 }
 
@@ -106,18 +124,20 @@ fn large_handles_are_released_first_and_a_small_one_for_a_small_request() {
     assert_eq!(rig.budget.used(), 0);
 }
 
-/// Leaves two free handles of 64 MiB with a live block beside each. A block of 70 MiB fits only
-/// beyond the last handle, where three slots are missing.
-fn two_large_ones(rig: &Rig, stream: &Stream, used: bool) -> [Block; 2] {
+/// Leaves two free handles of 64 MiB with a live block beside each, and `MUCH` that is live. A
+/// block of 70 MiB fits only beyond the last handle, where three slots are missing.
+fn two_large_ones(rig: &Rig, stream: &Stream, used: bool) -> [Block; 3] {
+    let much = take(rig, stream, MUCH);
+    let before = made(rig, Call::HandleCreate);
     let [a, b, c, d] = [0; 4].map(|_| take(rig, stream, 64));
     if used {
         write(rig, stream, &a);
         write(rig, stream, &c);
     }
-    assert_eq!(made(rig, Call::HandleCreate), 4);
-    rig.budget.set_limit(256 * MIB);
+    assert_eq!(made(rig, Call::HandleCreate) - before, 4);
+    rig.budget.set_limit(rig.budget.used());
     drop((a, c));
-    [b, d]
+    [much, b, d]
 }
 
 #[test]
@@ -130,14 +150,14 @@ fn a_handle_that_fits_nowhere_is_released_while_its_charge_is_kept() {
         let asking = scope.spawn(|| take(&rig, &s, 70).capacity());
         assert!(stalled.wait_for(1, PATIENCE), "new handles are made");
         assert!(made(&rig, Call::HandleRelease) > 0, "of one that is no more");
-        assert_eq!(rig.budget.used(), 256 * MIB, "nobody else gets what is melted");
+        assert_eq!(rig.budget.used(), (MUCH + 256) * MIB, "nobody else gets what is melted");
         drop(stalled);
         assert_eq!(asking.join().unwrap(), 70 * MIB);
     });
     let stats = rig.pool.stats();
     assert_eq!(stats.physical, rig.budget.used());
     assert!(
-        stats.moves > 0 && stats.physical < 256 * MIB,
+        stats.moves > 0 && stats.physical < (MUCH + 256) * MIB,
         "what was not needed went back: {stats:?}"
     );
     rig.assert_silent();
@@ -262,7 +282,7 @@ fn fail_while_moving(call: Call, nth: u64, code: u32) {
     let rig = vast(1 << 20);
     let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());
     let large = two_large_ones(&rig, &s, false);
-    rig.budget.set_limit(264 * MIB);
+    rig.budget.set_limit((MUCH + 264) * MIB);
     let small = two_in_use(&rig, &u);
     rig.sim.fail(call, nth, code);
     let mut blocks = Vec::new();
@@ -272,7 +292,7 @@ fn fail_while_moving(call: Call, nth: u64, code: u32) {
         let what = format!("{call:?} fails at its {nth}. time with {code}: {stats:?}");
         assert_eq!(stats.physical, rig.budget.used(), "{what}");
         assert!(stats.live + stats.cached + stats.pending <= stats.physical, "{what}");
-        assert!(rig.budget.peak() <= 1 << 40 && rig.budget.used() <= 264 * MIB, "{what}");
+        assert!(rig.budget.peak() <= 1 << 40 && rig.budget.used() <= (MUCH + 264) * MIB, "{what}");
         if let Ok(block) = asked {
             write(&rig, &v, &block);
             blocks.push(block);
@@ -287,7 +307,7 @@ fn fail_while_moving(call: Call, nth: u64, code: u32) {
     rig.sim.run_all();
     rig.pool.trim(0).unwrap();
     assert_eq!(rig.budget.used(), 0, "{call:?} at its {nth}. time");
-    let whole = take(&rig, &v, 264);
+    let whole = take(&rig, &v, MUCH + 264);
     write(&rig, &v, &whole);
     drop(whole);
     rig.sim.run_all();

@@ -84,7 +84,7 @@ impl Mapped {
             }
             drop(slots);
             let typical = free_ranges.typical_block(request.size());
-            let largest = self.largest_handle(free_ranges.live, typical);
+            let largest = self.largest_handle(self.held.now(), free_ranges.live, typical);
             claim = Some(Claim { window, pieces: List::new_in(bump), largest, _move: guard });
             break;
         }

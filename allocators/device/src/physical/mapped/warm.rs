@@ -50,7 +50,7 @@ impl Mapped {
             Claim {
                 window,
                 pieces: List::new_in(&pass),
-                largest: self.largest_handle(0, 0),
+                largest: self.largest_handle(bytes, 0, 0),
                 _move: self.begin_move(),
             }
         };

@@ -301,7 +301,7 @@ fn serve_mixed_completes_on_the_simulator() {
 #[test]
 fn a_pool_that_compacts_holds_less_of_a_recorded_program() {
     let held = |flags| {
-        let value = json(&replay(data("llama_train.csv.xz"), flags));
+        let value = json(&replay(data("serve_mixed.csv.xz"), flags));
         let of = |name: &str| number(&value[name]);
         assert_eq!((of("leaked_bytes"), &value["completed"]), (0, &Value::Bool(true)), "{value}");
         (of("peak_physical_bytes_of_all_rounds"), of("peak_live_bytes"))
@@ -520,12 +520,12 @@ fn streams_that_repeat_a_loop_stop_growing_at_a_fifth_above_the_peak() {
         let bytes = |of: &Value, name: &str| of[name].as_u64().unwrap();
         let (held, peak) =
             (bytes(&value, "peak_physical_bytes_of_all_rounds"), bytes(&value, "peak_live_bytes"));
-        assert!(held <= peak / 100 * 121, "seed {seed}: {held} of {peak}");
+        assert!(held <= peak / 100 * 120, "seed {seed}: {held} of {peak}");
         let rounds = value["rounds"].as_array().unwrap();
         assert_eq!(rounds.len(), 24);
         // Of more than 8,000 operations each. Handles move where the bound leaves no room.
         let calls: u64 = rounds[4..].iter().map(|round| bytes(round, "memory_calls")).sum();
-        assert!(calls <= 20 * 100, "seed {seed}: {calls} memory calls in twenty rounds");
+        assert!(calls <= 20 * 150, "seed {seed}: {calls} memory calls in twenty rounds");
     }
 }
 
