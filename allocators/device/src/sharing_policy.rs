@@ -129,6 +129,8 @@ pub(crate) struct SharingPolicy {
     held_bound: HeldBound,
     /// Searches while all free memory is shared and memory is not crowded.
     searches: AtomicU64,
+    /// How many of the next searches poll first, since one has found nothing.
+    polls: AtomicU64,
     /// Threads in a slow path.
     threads: AtomicU64,
 }
@@ -172,13 +174,28 @@ impl SharingPolicy {
     /// Returns whether a block is searched for in the shared free list before any fence is polled,
     /// which takes no driver call. This holds for most searches while free memory is shared.
     /// Polling first packs tighter. So it is always done in a pool that compacts and once half of
-    /// the budget is live, and else by one search of several.
+    /// the budget is live, and else by one search of several, and for a while after a search that
+    /// found no room.
     pub(crate) fn searches_shared_first(&self) -> bool {
         let every = policy().poll_every;
-        self.shares_all()
-            && !self.compacts
-            && !self.crowded.load(Ordering::Relaxed)
-            && self.searches.fetch_add(1, Ordering::Relaxed) % every != every - 1
+        if !self.shares_all() || self.compacts || self.crowded.load(Ordering::Relaxed) {
+            return false;
+        }
+        let polls = self.polls.load(Ordering::Relaxed);
+        if polls > 0 {
+            // Relaxed: two threads may count one search.
+            self.polls.store(polls - 1, Ordering::Relaxed);
+            return false;
+        }
+        self.searches.fetch_add(1, Ordering::Relaxed) % every != every - 1
+    }
+
+    /// Records that the free memory of all streams, whose work has just been polled, had no room
+    /// for a block.
+    pub(crate) fn record_no_room(&self) {
+        if !self.compacts && self.shares_all() {
+            self.polls.store(policy().polls_without_room, Ordering::Relaxed);
+        }
     }
 
     /// Counts a thread in the slow path, until the value is dropped.
@@ -634,6 +651,25 @@ mod tests {
             (0..16).filter(|_| !policy.searches_shared_first()).count()
         };
         assert_eq!([800, 802, 800].map(&mut polls), [2, 16, 2]);
+    }
+
+    #[test]
+    fn searches_poll_first_for_a_while_after_one_that_found_no_room() {
+        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 1600));
+        let charge = budget.charge(900);
+        policy.update(&budget, &[footprint(400, 0); 2], 100);
+        drop(charge);
+        assert!(policy.searches_shared_first());
+        for _ in 0..2 {
+            policy.record_no_room();
+            let polls = (0..POLICY.polls_without_room).filter(|_| !policy.searches_shared_first());
+            assert_eq!(polls.count() as u64, POLICY.polls_without_room);
+            assert!(policy.searches_shared_first());
+        }
+        // Streams that are separate take new memory without any search for what is done.
+        let separate = SharingPolicy::new(true, false);
+        separate.record_no_room();
+        assert_eq!(separate.polls.load(Ordering::Relaxed), 0);
     }
 
     #[test]

@@ -287,6 +287,7 @@ impl PoolCore {
         {
             return Ok(Some(block));
         }
+        self.sharing_policy.record_no_room();
         let steps = match self.sharing_policy.growth_order(request.size()) {
             GrowthOrder::GrowFirst => GROW_FIRST,
             GrowthOrder::ReuseFirst => REUSE_FIRST,

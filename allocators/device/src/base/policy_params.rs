@@ -81,7 +81,7 @@ policy_params! {
     yield_price: 16,
     /// By how many blocks the cost must exceed that before the bound rises or yields: a costly
     /// phase, such as the first round, against the time until then.
-    bound_debt: 8192,
+    bound_debt: 16384,
     /// How many blocks are allocated before a bound that has yielded applies again, the first time.
     bound_rest: 1 << 20,
     /// After the bound has yielded, handles move under a block above `unbounded_max` before the
@@ -91,6 +91,9 @@ policy_params! {
     /// While free memory is shared and at most half of the budget is live, one slow path of so many
     /// polls events before it searches the shared free list: packing against time.
     poll_every: 8,
+    /// After a search that found no room in what is free, so many poll first: what is known to be
+    /// done is packed tighter, and fewer searches look at all memory, against the cost of polls.
+    polls_without_room: 64,
     /// Memory is tight when less than this part of the budget is left or free: the place that pins
     /// the fewest handles against the lowest address.
     tight_part: 10,
