@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The maximum that a pool holds, by the high-water mark of its live bytes.
 ///
-/// It starts at `least_bound`, or at `bound_min` more than the high-water mark if that is more.
-/// There a pool that compacts keeps it. That of any other pool rises by a 64th of the high-water
+/// That of a pool that compacts is `least_bound`. That of any other pool starts there, or at
+/// `bound_min` more than the high-water mark if that is more. It rises by a 64th of the high-water
 /// mark each time it costs too much, up to `most_bound`. Where it costs too much even there, it
 /// yields.
 ///

@@ -525,7 +525,7 @@ fn streams_that_repeat_a_loop_stop_growing_at_a_fifth_above_the_peak() {
         assert_eq!(rounds.len(), 24);
         // Of more than 8,000 operations each. Handles move where the bound leaves no room.
         let calls: u64 = rounds[4..].iter().map(|round| bytes(round, "memory_calls")).sum();
-        assert!(calls <= 20 * 150, "seed {seed}: {calls} memory calls in twenty rounds");
+        assert!(calls <= 20 * 200, "seed {seed}: {calls} memory calls in twenty rounds");
     }
 }
 
