@@ -108,8 +108,6 @@ pub(crate) struct SharingPolicy {
     all_shared: AtomicBool,
     /// Half of the budget is left.
     spacious: AtomicBool,
-    /// Less than half of the budget is left, whatever the bound leaves.
-    near_limit: AtomicBool,
     /// At most a third of the held memory is idle.
     ample: AtomicBool,
     /// Nearly all of the budget is in use: see [`policy`].
@@ -147,7 +145,7 @@ impl Drop for InSlowPath<'_> {
 impl SharingPolicy {
     /// Creates a policy under which streams start separate, and stay so unless `sharing` is set.
     pub(crate) fn new(sharing: bool, compacts: bool) -> Self {
-        Self { sharing, compacts, held_bound: HeldBound::new(compacts), ..Self::default() }
+        Self { sharing, compacts, ..Self::default() }
     }
 
     /// Returns whether streams share free memory.
@@ -193,7 +191,7 @@ impl SharingPolicy {
     /// Records that the free memory of all streams, whose work has just been polled, had no room
     /// for a block.
     pub(crate) fn record_no_room(&self) {
-        if !self.compacts && self.shares_all() {
+        if self.shares_all() {
             self.polls.store(policy().polls_without_room, Ordering::Relaxed);
         }
     }
@@ -219,8 +217,11 @@ impl SharingPolicy {
 
     /// Returns the bytes that the pool may hold where `peak` is the most that was in use; `None` if
     /// the bound has yielded, or if streams keep their memory for good.
-    fn bound(&self, peak: u64, near_limit: bool) -> Option<u64> {
-        if self.sharing || self.compacts { self.held_bound.bytes(peak, near_limit) } else { None }
+    fn bound(&self, peak: u64) -> Option<u64> {
+        if self.compacts {
+            return Some(sixteenths(peak, policy().least_bound));
+        }
+        if self.sharing { self.held_bound.bytes(peak) } else { None }
     }
 
     /// Returns the pieces of the shared free list that serve a block of `bytes` which does not fit
@@ -272,8 +273,7 @@ impl SharingPolicy {
     /// Returns the bytes that can be added to what is held before it exceeds the bound, where a
     /// block of `bytes` would exceed it.
     fn room_of_exceeded_bound(&self, bytes: u64) -> Option<u64> {
-        let near_limit = self.near_limit.load(Ordering::Relaxed);
-        let bound = self.bound(self.peak_with(bytes), near_limit)?;
+        let bound = self.bound(self.peak_with(bytes))?;
         let room = bound.saturating_sub(self.held.load(Ordering::Relaxed));
         (room < bytes).then_some(room)
     }
@@ -326,7 +326,7 @@ impl SharingPolicy {
         self.held_bound.update(allocations, peak_live, near_limit);
         // The one that leaves less. Other pools may use the same budget.
         let mut binds = false;
-        if let Some(bound) = self.bound(peak_live, near_limit)
+        if let Some(bound) = self.bound(peak_live)
             && bound.saturating_sub(all_held) < limit.saturating_sub(used)
         {
             (used, limit) = (all_held, bound);
@@ -354,7 +354,6 @@ impl SharingPolicy {
             (&self.spacious, spacious),
             (&self.ample, ample),
             (&self.tight, tight),
-            (&self.near_limit, near_limit),
             (&self.crowded, live > sixteenths(budget.limit(), policy().drain_above)),
             (&self.several_streams, streams.len() > 1),
             (&self.binds, binds),
@@ -388,7 +387,7 @@ mod tests {
         policy.update(&budget, &[], 0);
         policy.record_moves(1 + POLICY.bound_debt / POLICY.yield_price);
         policy.update(&budget, &[], 0);
-        assert_eq!(policy.bound(0, false), None);
+        assert_eq!(policy.bound(0), None);
         policy
     }
 
@@ -558,7 +557,7 @@ mod tests {
                 policy.record_moves(moves);
                 let allocations = blocks * (time + 1);
                 policy.update(&budget, &[CacheFootprint { live: high, free: 0, allocations }], 0);
-                policy.bound(high, false).map_or(0, |bound| bound / MIB)
+                policy.bound(high).map_or(0, |bound| bound / MIB)
             };
             (0..times).map(step).collect()
         };
@@ -597,7 +596,7 @@ mod tests {
         let update = |policy: &SharingPolicy, allocations: u64| {
             let stream = CacheFootprint { live: 0, free: 0, allocations };
             policy.update(&budget, &[stream], 0);
-            policy.bound(0, false).is_some()
+            policy.bound(0).is_some()
         };
         let policy = SharingPolicy::new(true, false);
         assert!(update(&policy, 0));

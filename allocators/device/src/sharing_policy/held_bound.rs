@@ -3,12 +3,11 @@
 use crate::base::policy_params::{policy, sixteenths};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// The maximum that a pool holds, by the high-water mark of its live bytes.
+/// The maximum that a pool which does not compact holds, by the high-water mark of its live bytes.
 ///
-/// That of a pool that compacts is `least_bound`. That of any other pool starts there, or at
-/// `bound_min` more than the high-water mark if that is more. It rises by a 64th of the high-water
-/// mark each time it costs too much, up to `most_bound`. Where it costs too much even there, it
-/// yields.
+/// It starts at `least_bound`, or at `bound_min` more than the high-water mark if that is more, and
+/// rises by a 64th of the high-water mark each time it costs too much, up to `most_bound`. Where it
+/// costs too much even there, it yields.
 ///
 /// Near the limit of the budget, the bound is `most_bound` at once: memory that is filled in order
 /// up to the limit needs fewer moves later than memory that was kept small by moves.
@@ -20,9 +19,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// not suit pays for it ever more rarely.
 #[derive(Default, Debug)]
 pub(super) struct HeldBound {
-    compacts: bool,
     /// By how many 64ths of the high-water mark it has risen.
     risen: AtomicU64,
+    /// Less than half of the budget is left, whatever the bound leaves.
+    near_limit: AtomicBool,
     yields: AtomicBool,
     /// Moved handles and encounters of threads since the last decision.
     events: AtomicU64,
@@ -37,23 +37,15 @@ pub(super) struct HeldBound {
 }
 
 impl HeldBound {
-    /// Creates a bound that has not risen.
-    pub(super) fn new(compacts: bool) -> Self {
-        Self { compacts, ..Self::default() }
-    }
-
     /// Returns the bound in bytes where `peak` is the high-water mark, or `None` if it yields.
-    pub(super) fn bytes(&self, peak: u64, near_limit: bool) -> Option<u64> {
-        if self.compacts {
-            return Some(sixteenths(peak, policy().least_bound));
-        }
-        (!self.yields.load(Ordering::Relaxed)).then(|| self.risen_bytes(peak, near_limit))
+    pub(super) fn bytes(&self, peak: u64) -> Option<u64> {
+        (!self.yields.load(Ordering::Relaxed)).then(|| self.risen_bytes(peak))
     }
 
     /// Returns the bound in bytes as far as it has risen.
-    fn risen_bytes(&self, peak: u64, near_limit: bool) -> u64 {
+    fn risen_bytes(&self, peak: u64) -> u64 {
         let (least, most) = limits(peak);
-        if near_limit {
+        if self.near_limit.load(Ordering::Relaxed) {
             return most;
         }
         let risen = self.risen.load(Ordering::Relaxed).saturating_mul(peak / 64);
@@ -65,19 +57,20 @@ impl HeldBound {
         self.events.fetch_add(events, Ordering::Relaxed);
     }
 
-    /// Decides again, where the streams have allocated so many blocks in all, and `peak` is the
-    /// high-water mark.
+    /// Decides again, where the streams have allocated so many blocks in all, `peak` is the
+    /// high-water mark, and `near_limit` tells whether less than half of the budget is left.
     pub(super) fn update(&self, allocations: u64, peak: u64, near_limit: bool) {
         // Relaxed, and read and written in steps: if two threads decide at once, one of them counts
         // for nothing.
         let new = allocations.saturating_sub(self.counted.swap(allocations, Ordering::Relaxed));
+        self.near_limit.store(near_limit, Ordering::Relaxed);
         if self.yields.load(Ordering::Relaxed) {
             let rest = self.rest.load(Ordering::Relaxed).saturating_sub(new);
             self.rest.store(rest, Ordering::Relaxed);
             self.yields.store(rest > 0, Ordering::Relaxed);
             return;
         }
-        let rises = self.risen_bytes(peak, near_limit) < limits(peak).1;
+        let rises = self.risen_bytes(peak) < limits(peak).1;
         let price = if rises { policy().rise_price } else { policy().yield_price };
         let events = self.events.swap(0, Ordering::Relaxed);
         let cost = events.saturating_mul(price);
@@ -97,7 +90,7 @@ impl HeldBound {
     }
 }
 
-/// Returns the least and the most that the bound of a pool which does not compact can be, in bytes.
+/// Returns the least and the most that the bound can be, in bytes.
 fn limits(peak: u64) -> (u64, u64) {
     let least = sixteenths(peak, policy().least_bound).max(peak.saturating_add(policy().bound_min));
     (least, sixteenths(peak, policy().most_bound).max(least))
