@@ -55,7 +55,7 @@ use aquifer_formats::trace::{Trace, TraceError};
 use aquifer_plan::{Plan, PlanFileError};
 use bench::{Checked, ReplayBench};
 use engine::Order;
-use report::{Round, Search};
+use report::Search;
 use std::{
     fmt,
     fs::File,
@@ -192,18 +192,12 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
     let bench = ReplayBench { trace: &trace, place: &place, allocator, order, plan, compact };
     progress.phase("checking:");
     let checked = bench.check(budget, &mut progress).map_err(ReplayError::Setup)?;
-    progress.phase("timing:");
-    let timed = match &checked.failure {
-        None => bench.time(budget, args.repeat, &mut progress).map_err(ReplayError::Setup)?,
-        Some(_) => None,
-    };
     let mut report = describe(args, &bench, budget, checked);
-    if let Some(timed) = timed {
-        progress.phase("counting:");
-        let tallies =
-            bench.count(budget, args.repeat, &mut progress).map_err(ReplayError::Setup)?;
-        report.rounds = Round::all(&timed.each, &tallies.unwrap_or_default());
-        report.timing = Some(timed.timing);
+    if report.failure.is_none() {
+        match bench.measure(budget, args.repeat, &mut progress).map_err(ReplayError::Setup)? {
+            Ok((timing, rounds)) => (report.timing, report.rounds) = (Some(timing), rounds),
+            Err(failure) => report.failure = Some(failure),
+        }
     }
     if let Some(path) = &args.snapshot {
         progress.phase("recording:");

@@ -2,7 +2,7 @@
 
 use super::{
     engine::{Engine, Order, Played, streams_needed},
-    report::{PlanMatch, ReplayFailure, Timing},
+    report::{PlanMatch, ReplayFailure, Round, Timing},
     stamp::Stamped,
     tally::Tally,
     uses::{EndOldest, OpenUses},
@@ -66,11 +66,22 @@ pub(crate) struct Checked {
 
 /// The result of a timed pass.
 #[derive(Clone, PartialEq, Debug)]
-pub(crate) struct Timed {
+struct Timed {
     /// Time per operation of the allocator's calls.
     pub(crate) timing: Timing,
     /// The time of each round, in nanoseconds per operation.
     pub(crate) each: Vec<f64>,
+}
+
+/// What several rounds resulted in, or the first round that did not complete.
+pub(crate) type Completion<T> = std::result::Result<T, ReplayFailure>;
+
+/// Returns where and why the first round that did not complete stopped.
+fn first_failure(rounds: &[Played]) -> Option<ReplayFailure> {
+    (1..).zip(rounds).find_map(|(round, played)| {
+        let said = played.failure.as_ref()?.to_string();
+        Some(ReplayFailure { round, operations: played.operations, said })
+    })
 }
 
 /// The result of any pass.
@@ -139,10 +150,7 @@ impl ReplayBench<'_> {
         let Pass {
             rounds, first, driver_calls, modelled_driver_ns, verdict, early, leaked, ..
         } = pass;
-        let failure = rounds.iter().find_map(|played| {
-            let error = played.failure.as_ref()?;
-            Some(ReplayFailure { operations: played.operations, said: error.to_string() })
-        });
+        let failure = first_failure(&rounds);
         let crossings = rounds.iter().map(|played| played.crossings).sum();
         Ok(Checked {
             peak_physical: first.peak_physical,
@@ -157,42 +165,62 @@ impl ReplayBench<'_> {
         })
     }
 
-    /// Plays the trace `rounds` times with one allocator and measures the time. Returns `None` if
-    /// it did not fit.
+    /// Measures the time of `rounds` rounds, and then what they cost besides.
     ///
     /// # Errors
     /// If the allocator or its streams cannot be created.
-    pub(crate) fn time(
+    pub(crate) fn measure(
         &self,
         budget: Option<u64>,
         rounds: u32,
         progress: &mut ProgressLine,
-    ) -> Result<Option<Timed>> {
+    ) -> Result<Completion<(Timing, Vec<Round>)>> {
+        progress.phase("timing:");
+        let timed = match self.time(budget, rounds, progress)? {
+            Ok(timed) => timed,
+            Err(failure) => return Ok(Err(failure)),
+        };
+        progress.phase("counting:");
+        let tallies = self.count(budget, rounds, progress)?;
+        Ok(tallies.map(|tallies| (timed.timing, Round::all(&timed.each, &tallies))))
+    }
+
+    /// Plays the trace `rounds` times with one allocator and measures the time, until a round does
+    /// not fit.
+    ///
+    /// # Errors
+    /// If the allocator or its streams cannot be created.
+    fn time(
+        &self,
+        budget: Option<u64>,
+        rounds: u32,
+        progress: &mut ProgressLine,
+    ) -> Result<Completion<Timed>> {
         let session = self.place.begin(false);
         let pass = self.pass(&session, budget, Arc::new(Idle), rounds, progress)?;
-        if pass.rounds.iter().any(|played| played.failure.is_some()) {
-            return Ok(None);
+        if let Some(failure) = first_failure(&pass.rounds) {
+            return Ok(Err(failure));
         }
         let per_operation =
             |played: &Played| played.took.as_nanos() as f64 / played.operations.max(1) as f64;
         let each: Vec<_> = pass.rounds.iter().map(per_operation).collect();
-        let Some((&first, rest)) = each.split_first() else { return Ok(None) };
-        let warm = median(rest.to_vec()).unwrap_or(first);
-        Ok(Some(Timed { timing: Timing { first, warm, rounds }, each }))
+        let first = each.first().copied().unwrap_or_default();
+        let warm = median(each.iter().skip(1).copied().collect()).unwrap_or(first);
+        Ok(Ok(Timed { timing: Timing { first, warm, rounds }, each }))
     }
 
     /// Plays the trace `rounds` times with one allocator and counts what each round costs besides
-    /// time. On the simulator the streams perform work meanwhile. On a GPU they have none. Returns
-    /// `None` if the trace did not fit.
+    /// time, until a round does not fit. On the simulator the streams perform work meanwhile. On a
+    /// GPU they have none.
     ///
     /// # Errors
     /// If the allocator or its streams cannot be created.
-    pub(crate) fn count(
+    fn count(
         &self,
         budget: Option<u64>,
         rounds: u32,
         progress: &mut ProgressLine,
-    ) -> Result<Option<Vec<Tally>>> {
+    ) -> Result<Completion<Vec<Tally>>> {
         let session = self.place.begin_behind();
         let pass = match &session.sim {
             Some(sim) => {
@@ -200,8 +228,7 @@ impl ReplayBench<'_> {
             }
             None => self.pass(&session, budget, Arc::new(Idle), rounds, progress)?,
         };
-        let failed = pass.rounds.iter().any(|played| played.failure.is_some());
-        Ok((!failed).then_some(pass.tallies))
+        Ok(first_failure(&pass.rounds).map_or(Ok(pass.tallies), Err))
     }
 
     fn pass<W: Work>(
@@ -383,5 +410,28 @@ fn recorded(
     match recorder {
         Some(recorder) => Arc::new(Log::new(backend, recorder)),
         None => Arc::new(backend),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aquifer_core::DeviceId;
+    use std::time::Duration;
+
+    #[test]
+    fn the_first_round_that_fails_is_named_with_what_it_had_done() {
+        let played = |operations, failure| Played {
+            operations,
+            crossings: 0,
+            took: Duration::ZERO,
+            failure,
+        };
+        let lost = || Some(MemoryError::DeviceLost { device: DeviceId(0) });
+        assert_eq!(first_failure(&[played(9, None), played(9, None)]), None);
+        let rounds = [played(9, None), played(7, lost()), played(3, lost())];
+        let failure = first_failure(&rounds).unwrap();
+        assert_eq!((failure.round, failure.operations), (2, 7));
+        assert_eq!(failure.said, lost().unwrap().to_string());
     }
 }

@@ -189,13 +189,7 @@ impl Trial for Passes<'_, '_> {
     }
 
     fn measure(&mut self, bytes: u64) -> Result<Option<Self::Measure>> {
-        self.progress.phase("timing:");
-        let Some(timed) = self.bench.time(Some(bytes), self.repeat, self.progress)? else {
-            return Ok(None);
-        };
-        self.progress.phase("counting:");
-        let tallies = self.bench.count(Some(bytes), self.repeat, self.progress)?;
-        Ok(tallies.map(|tallies| (timed.timing, Round::all(&timed.each, &tallies))))
+        Ok(self.bench.measure(Some(bytes), self.repeat, self.progress)?.ok())
     }
 }
 

@@ -51,7 +51,8 @@ pub(crate) struct ReplayReport {
     pub(crate) live_at_end: u64,
     /// The peak of bytes that the allocator held from the driver.
     pub(crate) peak_physical: u64,
-    /// Why the trace did not complete, if it did not.
+    /// Where and why the trace did not complete, in the checked round or a later one, if it did
+    /// not.
     pub(crate) failure: Option<ReplayFailure>,
     /// The time of the allocator's calls, or none if the trace did not complete.
     pub(crate) timing: Option<Timing>,
@@ -114,7 +115,9 @@ impl PlanMatch {
 /// Where and why a trace stopped.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct ReplayFailure {
-    /// Successful allocations and frees.
+    /// The round, counted from 1.
+    pub(crate) round: u32,
+    /// Successful allocations and frees of that round.
     pub(crate) operations: u64,
     /// The allocator's error message. It may have several lines.
     pub(crate) said: String,
@@ -281,7 +284,7 @@ impl Fit {
 }
 
 impl ReplayReport {
-    /// Returns whether the trace ran to its end.
+    /// Returns whether the trace ran to its end in every round.
     pub(crate) fn completed(&self) -> bool {
         self.failure.is_none() && self.fit != Some(Search::Nothing)
     }
@@ -329,6 +332,7 @@ impl ReplayReport {
             ("peak_physical_bytes", json!(self.peak_physical)),
             ("peak_physical_bytes_of_all_rounds", json!(self.worst_physical().0)),
             ("completed", json!(self.completed())),
+            ("failed_round", json!(self.failure.as_ref().map(|failure| failure.round))),
             ("ns_per_op", ns(self.timing)),
             ("driver_calls", Value::Object(calls)),
             ("modelled_driver_ns", json!(self.modelled_driver_ns)),

@@ -65,7 +65,11 @@ impl ReplayReport {
     }
 
     fn failed(&self, failure: &ReplayFailure, lines: &mut Vec<String>) {
-        let done = format!("{} operations went well, then:", Count(failure.operations));
+        let round = match failure.round {
+            1 => String::new(),
+            round => format!(" of round {round}"),
+        };
+        let done = format!("{} operations{round} went well, then:", Count(failure.operations));
         row(lines, "completed", "no", &done);
         lines.extend(reason(&failure.said));
     }

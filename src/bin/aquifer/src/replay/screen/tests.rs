@@ -87,11 +87,17 @@ fn refused() -> ReplayReport {
     ReplayReport {
         budget: Some(12 << 30),
         peak_physical: 12_784_238_592,
-        failure: Some(ReplayFailure { operations: 9_120, said: said.into() }),
+        failure: Some(ReplayFailure { round: 1, operations: 9_120, said: said.into() }),
         timing: None,
         rounds: Vec::new(),
         ..clean()
     }
+}
+
+fn refused_later() -> ReplayReport {
+    let mut later = refused();
+    later.failure.as_mut().unwrap().round = 12;
+    later
 }
 
 fn objected() -> ReplayReport {
@@ -120,6 +126,7 @@ fn every_kind_of_screen_is_as_it_was_approved() {
     golden("clean", &clean());
     golden("fitted", &fitted());
     golden("refused", &refused());
+    golden("refused_later", &refused_later());
     golden("objected", &objected());
 }
 
