@@ -22,12 +22,16 @@
 //! While free memory is shared, the shared free list is searched before step 2 as well, after it
 //! has got what the stream itself has freed. That is enough for most blocks.
 //!
+//! Near the limit, gaps that moves have left are closed before a block is allocated, while much is
+//! free: see [`gaps`].
+//!
 //! If another thread had memory in transfer between caches meanwhile, the request waits for the end
 //! of the transfer and repeats the steps. The deadline is that of the request, which
 //! [`crate::base::waits`] keeps for its thread.
 //!
 //! Stable and reserved memory, which needs new handles, goes through steps 5 to 8 as well.
 
+mod gaps;
 mod oom;
 mod progress;
 mod room;
@@ -450,6 +454,9 @@ impl PoolCore {
         count(&self.counters.adoptions, u64::from(outcome.adopted > 0));
         count(&self.counters.moves, outcome.moves);
         self.sharing_policy.record_moves(outcome.moves);
+        if self.sharing_policy.opens_gaps(outcome.moves) {
+            self.add_full_path_reason();
+        }
         count(&self.counters.stream_waits, outcome.waits);
         if outcome.grown > 0 {
             self.report_pool(Action::Grow, outcome.grown, Tag::NONE);

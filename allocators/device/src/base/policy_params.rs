@@ -97,6 +97,15 @@ policy_params! {
     /// Memory is tight when less than this part of the budget is left or free: the place that pins
     /// the fewest handles against the lowest address.
     tight_part: 10,
+    /// Gaps that moves leave are closed where the budget leaves at most this part of the high-water
+    /// mark beyond it: what is lost beside gaps against more moves.
+    gap_part: 32,
+    /// Only gaps up to this size are closed: fewer moves, since a large block leaves a large gap,
+    /// which loses no more than a small one.
+    gap_max: 128 * MIB,
+    /// Gaps are closed while at least this part of what is held is free: the moves that it costs
+    /// against the blocks that are allocated around gaps before.
+    gap_free_part: 8,
     /// The maximum size of a handle. Beyond it the cost hardly falls, and the memory that one
     /// block pins grows.
     largest_handle: 64 * MIB,

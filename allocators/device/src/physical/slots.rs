@@ -73,6 +73,14 @@ impl Slots {
         self.free.iter().map(|(&first, &count)| (first, count))
     }
 
+    /// Returns the lowest run of at most `most` unclaimed slots that has a mapping behind it: first
+    /// and count.
+    pub(crate) fn lowest_gap(&self, most: u64) -> Option<(u64, u64)> {
+        let (last, _) = self.mapped.last_key_value()?;
+        let mut gaps = self.free_runs().take_while(|(first, _)| first < last);
+        gaps.find(|&(_, count)| count <= most)
+    }
+
     /// Claims `count` unclaimed slots from `first` on.
     pub(crate) fn claim(&mut self, first: u64, count: u64) {
         let Some((&start, &len)) = self.free.range(..=first).next_back() else { return };
@@ -157,6 +165,16 @@ mod tests {
     use aquifer_core::{Budget, DeviceId};
     use aquifer_driver::{Driver, ExportTypes, sim::Sim};
 
+    fn mapping(first: u64, count: u64) -> Mapping {
+        let driver: Arc<dyn Driver> = Sim::h200(1).driver();
+        let budget = Budget::new("a test", 8 << 20);
+        let charge = budget.charge(count << 21).expect("as much as there is");
+        let export = (ExportTypes::NONE, ExportTypes::NONE);
+        let handle = Handle::create(&driver, DeviceId(0), export, charge, &Arc::default())
+            .expect("as much as there is");
+        Mapping { first, count, handle }
+    }
+
     #[test]
     fn released_slots_merge_with_both_neighbours() {
         let mut slots = Slots::new(10);
@@ -165,6 +183,19 @@ mod tests {
         slots.release(6, 2);
         slots.release(4, 2);
         assert_eq!(slots.free_runs().collect::<Vec<_>>(), [(2, 6)]);
+    }
+
+    #[test]
+    fn a_gap_is_free_and_has_a_mapping_behind_it() {
+        let mut slots = Slots::new(20);
+        slots.claim(3, 2);
+        assert_eq!(slots.lowest_gap(20), None, "nothing is mapped");
+        slots.claim(9, 1);
+        slots.map(mapping(9, 1));
+        assert_eq!(slots.lowest_gap(20), Some((0, 3)));
+        assert_eq!(slots.lowest_gap(2), None, "both are longer, and behind slot 9 is no gap");
+        slots.claim(6, 2);
+        assert_eq!(slots.lowest_gap(2), Some((5, 1)), "the lowest of at most two slots");
     }
 
     #[test]
@@ -182,20 +213,9 @@ mod tests {
 
     #[test]
     fn unmap_exactly_ignores_mappings_of_another_length() {
-        let driver: Arc<dyn Driver> = Sim::h200(1).driver();
-        let budget = Budget::new("a test", 8 << 20);
-        let charge = budget.charge(4 << 20).expect("as much as there is");
-        let handle = Handle::create(
-            &driver,
-            DeviceId(0),
-            (ExportTypes::NONE, ExportTypes::NONE),
-            charge,
-            &Arc::default(),
-        )
-        .expect("as much as there is");
         let mut slots = Slots::new(10);
         slots.claim(2, 2);
-        slots.map(Mapping { first: 2, count: 2, handle });
+        slots.map(mapping(2, 2));
         for (first, count) in [(2, 1), (2, 3), (3, 1), (1, 3)] {
             assert!(slots.unmap_exactly(first, count).is_none(), "{first}, {count}");
         }

@@ -13,6 +13,9 @@ impl PoolCore {
     #[inline]
     pub(crate) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
         let cache = self.cache_for(stream)?;
+        if self.sharing_policy.closes_gaps(request.size()) {
+            self.close_gaps(cache);
+        }
         match self.try_cache(cache, &request) {
             Some(block) => Ok(block),
             None => {
@@ -35,6 +38,9 @@ impl PoolCore {
         let remaining = || held.lock().unwrap_or_else(PoisonError::into_inner).remaining();
         let before = remaining();
         let cache = self.cache_for(stream)?;
+        if self.sharing_policy.closes_gaps(request.size()) {
+            self.close_gaps(cache);
+        }
         let block = match self.try_cache(cache, &request) {
             Some(block) => block,
             None => {

@@ -9,6 +9,7 @@ mod deadlines;
 mod debugging;
 mod driver_backed;
 mod foreign;
+mod gaps;
 mod giving_way;
 mod gone;
 mod graph_launches;

@@ -101,6 +101,14 @@ impl<'s> MappingPlan<'s> {
         drop(self.draw(self.unspent_new));
     }
 
+    /// Plans `handle`, which is not mapped, at a slot. Returns the slot behind it.
+    pub(super) fn map_at(&mut self, first: u64, handle: Arc<Handle>, slot: u64) -> u64 {
+        let count = handle.bytes() / slot;
+        let unmapped = UnmappedHandle { handle, new: false, busy: false };
+        self.planned.push(PlannedMapping { first, count, unmapped });
+        first + count
+    }
+
     /// Discards the plan and keeps its handles.
     fn unplan(&mut self) {
         self.unmapped.extend(self.planned.drain(..).map(|planned| planned.unmapped));
