@@ -48,15 +48,14 @@
 //!   round finds memory as the first one left it.
 //! - A pool that **compacts** keeps to 17/16, at any cost.
 
+mod gap_policy;
 mod held_bound;
 
 use crate::base::policy_params::{policy, sixteenths};
 use aquifer_core::Budget;
+pub(crate) use gap_policy::GapPolicy;
 use held_bound::HeldBound;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-
-/// How many allocations pass before gaps are tried again for which no handle was free.
-const GAP_PAUSE: u64 = 64;
 
 /// The memory of one stream, in bytes.
 #[derive(Clone, Copy, Debug)]
@@ -136,12 +135,7 @@ pub(crate) struct SharingPolicy {
     searches: AtomicU64,
     /// How many of the next searches poll first, since one has found nothing.
     polls: AtomicU64,
-    /// The budget leaves little beyond the high-water mark.
-    scant: AtomicBool,
-    /// Handles have moved since memory became scant, and have left gaps.
-    gaps: AtomicBool,
-    /// Allocations until the next attempt to close gaps, since one has found no handle.
-    gap_pause: AtomicU64,
+    pub(crate) gaps: GapPolicy,
     /// Threads in a slow path.
     threads: AtomicU64,
 }
@@ -219,44 +213,6 @@ impl SharingPolicy {
     /// Counts handles that have moved under a block.
     pub(crate) fn record_moves(&self, moves: u64) {
         self.charge_bound(moves);
-    }
-
-    /// Records that handles have moved, which leaves gaps. Returns whether gaps are to be closed
-    /// from now on, and were not before.
-    pub(crate) fn opens_gaps(&self, moves: u64) -> bool {
-        moves > 0 && self.scant.load(Ordering::Relaxed) && !self.gaps.swap(true, Ordering::Relaxed)
-    }
-
-    /// Returns whether gaps may be closed before a block of `bytes` is allocated.
-    pub(crate) fn closes_gaps(&self, bytes: u64) -> bool {
-        if bytes <= policy().unbounded_max || !self.gaps.load(Ordering::Relaxed) {
-            return false;
-        }
-        let pause = self.gap_pause.load(Ordering::Relaxed);
-        // Relaxed: two threads may count one allocation.
-        self.gap_pause.store(pause.saturating_sub(1), Ordering::Relaxed);
-        pause == 0
-    }
-
-    /// Returns whether so much of what is held is free that gaps are worth closing.
-    pub(crate) fn has_room_for_gaps(free: u64, held: u64) -> bool {
-        free >= held / policy().gap_free_part
-    }
-
-    /// Postpones the next attempt to close gaps.
-    pub(crate) fn postpone_gaps(&self) {
-        self.gap_pause.store(GAP_PAUSE, Ordering::Relaxed);
-    }
-
-    /// Returns whether memory is still scant, so that gaps matter.
-    pub(crate) fn is_scant(&self) -> bool {
-        self.scant.load(Ordering::Relaxed)
-    }
-
-    /// Records that no gap is left, or that gaps do not matter any more. Returns whether there were
-    /// any before.
-    pub(crate) fn record_no_gaps(&self) -> bool {
-        self.gaps.swap(false, Ordering::Relaxed)
     }
 
     /// Adds moves or encounters to the cost of the bound, if it is what leaves least.
@@ -373,6 +329,7 @@ impl SharingPolicy {
         let peak_live = self.peak_live.fetch_max(live, Ordering::Relaxed).max(live);
         let (mut used, mut limit) = (budget.used(), budget.limit());
         let beyond_peak = (limit.saturating_sub(used) + all_held).saturating_sub(peak_live);
+        self.gaps.update(beyond_peak, peak_live);
         let near_limit = used > sixteenths(limit, policy().spacious_up_to);
         let allocations = streams.iter().map(|stream| stream.allocations).sum();
         self.held_bound.update(allocations, peak_live, near_limit);
@@ -409,7 +366,6 @@ impl SharingPolicy {
             (&self.crowded, live > sixteenths(budget.limit(), policy().drain_above)),
             (&self.several_streams, streams.len() > 1),
             (&self.binds, binds),
-            (&self.scant, beyond_peak < peak_live / policy().gap_part),
         ];
         // Written only on change: the flags are read far more often, and the cache line stays
         // shared.

@@ -454,7 +454,7 @@ impl PoolCore {
         count(&self.counters.adoptions, u64::from(outcome.adopted > 0));
         count(&self.counters.moves, outcome.moves);
         self.sharing_policy.record_moves(outcome.moves);
-        if self.sharing_policy.opens_gaps(outcome.moves) {
+        if self.sharing_policy.gaps.open(outcome.moves) {
             self.add_full_path_reason();
         }
         count(&self.counters.stream_waits, outcome.waits);

@@ -4,7 +4,7 @@ use crate::{
     Adoption,
     physical::options::{GapOutcome, PlaceOutcome},
     pool_core::{PoolCore, counters::count, fences::FenceScope},
-    sharing_policy::SharingPolicy,
+    sharing_policy::GapPolicy,
     stream_cache::StreamCache,
 };
 
@@ -16,11 +16,11 @@ impl PoolCore {
     /// none. What cannot be done now is tried again later. Never blocks.
     #[cold]
     pub(crate) fn close_gaps(&self, cache: &'static StreamCache) {
-        let pass = self.scratch.begin();
+        let (pass, gaps) = (self.scratch.begin(), &self.sharing_policy.gaps);
         let (caches, own) = (self.caches(&pass), [cache]);
         let free = caches.iter().map(|cache| cache.with(|s| s.footprint().free)).sum::<u64>()
             + self.physical.uncached_bytes();
-        if !SharingPolicy::has_room_for_gaps(free, self.held()) {
+        if !GapPolicy::has_room(free, self.held()) {
             return;
         }
         let shares = self.config.adoption != Adoption::Never;
@@ -28,7 +28,7 @@ impl PoolCore {
         // An error is that of the block which is allocated next as well.
         let polled = self.poll_fences(&pass, &caches, FenceScope::FreeAndPending).is_ok();
         let mut closed = GapOutcome::NoHandle;
-        if !self.sharing_policy.is_scant() {
+        if !gaps.is_scant() {
             closed = GapOutcome::NoGap;
         } else if polled {
             for _ in 0..GAPS_AT_ONCE {
@@ -45,11 +45,11 @@ impl PoolCore {
         }
         match closed {
             GapOutcome::NoGap => {
-                if self.sharing_policy.record_no_gaps() {
+                if gaps.end() {
                     self.remove_full_path_reason();
                 }
             }
-            GapOutcome::NoHandle => self.sharing_policy.postpone_gaps(),
+            GapOutcome::NoHandle => gaps.postpone(),
             GapOutcome::Closed => {}
         }
     }

@@ -84,9 +84,7 @@ impl Mapped {
             lost => lost,
         };
         if let Err(error) = mapped {
-            self.stash_spare(&mut plan);
-            self.unclaim_except(claim, &plan.stuck);
-            self.zombify_mappings(plan.stuck);
+            self.abandon(claim, plan);
             return Err(error);
         }
         if end < first + count {

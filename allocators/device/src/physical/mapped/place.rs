@@ -67,11 +67,7 @@ impl Mapped {
                 Ok(None)
             }
             Err(error) => {
-                self.restore_mappings(plan.busy.drain(..));
-                plan.forget_new();
-                self.stash_spare(&mut plan);
-                self.unclaim_except(claim, &plan.stuck);
-                self.zombify_mappings(plan.stuck);
+                self.abandon(claim, plan);
                 Err(error)
             }
         }

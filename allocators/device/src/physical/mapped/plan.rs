@@ -398,6 +398,17 @@ impl Mapped {
         Ok(())
     }
 
+    /// Releases a claim after an error, with what `plan` has gathered for it: handles that the
+    /// attempt has created go back to the driver, and others become spare. What the driver refuses
+    /// to unmap stays claimed.
+    pub(super) fn abandon(&self, claim: Claim<'_>, mut plan: MappingPlan<'_>) {
+        self.restore_mappings(plan.busy.drain(..));
+        plan.forget_new();
+        self.stash_spare(&mut plan);
+        self.unclaim_except(claim, &plan.stuck);
+        self.zombify_mappings(plan.stuck);
+    }
+
     /// Returns what was not needed: handles become spare and stay charged, and `unspent` is
     /// returned to the budget. Busy handles stay mapped where they were. Ends every attempt,
     /// successful or not.

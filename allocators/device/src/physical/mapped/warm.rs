@@ -82,10 +82,7 @@ impl Mapped {
                 })
             }
             Err(error) => {
-                plan.forget_new();
-                self.stash_spare(&mut plan);
-                self.unclaim_except(claim, &plan.stuck);
-                self.zombify_mappings(plan.stuck);
+                self.abandon(claim, plan);
                 Err(error)
             }
         }

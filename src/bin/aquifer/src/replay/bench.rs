@@ -64,15 +64,6 @@ pub(crate) struct Checked {
     pub(crate) plan: Option<PlanMatch>,
 }
 
-/// The result of a timed pass.
-#[derive(Clone, PartialEq, Debug)]
-struct Timed {
-    /// Time per operation of the allocator's calls.
-    pub(crate) timing: Timing,
-    /// The time of each round, in nanoseconds per operation.
-    pub(crate) each: Vec<f64>,
-}
-
 /// What several rounds resulted in, or the first round that did not complete.
 pub(crate) type Completion<T> = std::result::Result<T, ReplayFailure>;
 
@@ -176,17 +167,17 @@ impl ReplayBench<'_> {
         progress: &mut ProgressLine,
     ) -> Result<Completion<(Timing, Vec<Round>)>> {
         progress.phase("timing:");
-        let timed = match self.time(budget, rounds, progress)? {
+        let (timing, each) = match self.time(budget, rounds, progress)? {
             Ok(timed) => timed,
             Err(failure) => return Ok(Err(failure)),
         };
         progress.phase("counting:");
         let tallies = self.count(budget, rounds, progress)?;
-        Ok(tallies.map(|tallies| (timed.timing, Round::all(&timed.each, &tallies))))
+        Ok(tallies.map(|tallies| (timing, Round::all(&each, &tallies))))
     }
 
     /// Plays the trace `rounds` times with one allocator and measures the time, until a round does
-    /// not fit.
+    /// not fit. Also returns the time of each round, in nanoseconds per operation.
     ///
     /// # Errors
     /// If the allocator or its streams cannot be created.
@@ -195,7 +186,7 @@ impl ReplayBench<'_> {
         budget: Option<u64>,
         rounds: u32,
         progress: &mut ProgressLine,
-    ) -> Result<Completion<Timed>> {
+    ) -> Result<Completion<(Timing, Vec<f64>)>> {
         let session = self.place.begin(false);
         let pass = self.pass(&session, budget, Arc::new(Idle), rounds, progress)?;
         if let Some(failure) = first_failure(&pass.rounds) {
@@ -206,7 +197,7 @@ impl ReplayBench<'_> {
         let each: Vec<_> = pass.rounds.iter().map(per_operation).collect();
         let first = each.first().copied().unwrap_or_default();
         let warm = median(each.iter().skip(1).copied().collect()).unwrap_or(first);
-        Ok(Ok(Timed { timing: Timing { first, warm, rounds }, each }))
+        Ok(Ok((Timing { first, warm, rounds }, each)))
     }
 
     /// Plays the trace `rounds` times with one allocator and counts what each round costs besides
