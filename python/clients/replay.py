@@ -14,8 +14,8 @@ other work on the device.
 memory         the most that was held from the driver in any round, over the peak of live bytes
 ns             an operation, in the round in the middle of those after the first
 first ns       an operation, in the first round
-limit          the smallest limit that completes three rounds, over the peak of live bytes (with --limits); aquifer's is searched
-               on the simulated device, and a plan's is its size
+limit          the smallest limit that completes three rounds, over the peak of live bytes (with --limits); aquifer's must also
+               hold with 0.5 and 2 % more, and a plan's is its size
 ns at limit    an operation there, in the quicker round after the first; aquifer's at the smallest limit of PyTorch's allocators
 """
 
@@ -251,7 +251,7 @@ def of_aquifer(name, arguments, folder, peers):
             if plan:
                 limit = -(-top // SLOT) * SLOT
             else:
-                limit = call("replay", path, "--device", "sim", "--fit", "--repeat", str(ROUNDS_AT_LIMIT))["fit_bytes"]
+                limit = call("replay", path, "--device", "cuda", "--fit", "--repeat", str(ROUNDS_AT_LIMIT))["fit_bytes"]
             of_peers = [int(one["limit"] * peak) for one in peers if one["trace"] == trace and "limit" in one]
             said = call(*cuda, str(ROUNDS_AT_LIMIT), "--budget", str(max(limit, min(of_peers, default=limit))))
             row.update(limit=limit / peak, ns_at_limit=min(one["ns_per_op"] for one in said["rounds"][1:]))
