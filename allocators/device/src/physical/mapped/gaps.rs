@@ -77,7 +77,7 @@ impl Mapped {
         let (mut plan, mut end) = (MappingPlan::new(&pass), first);
         for handle in unmapped {
             outcome.count_move(&handle);
-            end = plan.map_at(end, handle, self.slot);
+            end += plan.map_at(end, handle.into(), self.slot);
         }
         let mapped = match unmapping {
             Ok(()) | Err(MemoryError::Driver(_)) => self.map_all(&mut plan),

@@ -45,6 +45,13 @@ pub(super) struct UnmappedHandle {
     busy: bool,
 }
 
+impl From<Arc<Handle>> for UnmappedHandle {
+    /// A handle that is mapped nowhere, and was not created by this attempt.
+    fn from(handle: Arc<Handle>) -> Self {
+        Self { handle, new: false, busy: false }
+    }
+}
+
 /// A handle and the slots that it is to be mapped at.
 pub(super) struct PlannedMapping {
     pub(super) first: u64,
@@ -101,12 +108,11 @@ impl<'s> MappingPlan<'s> {
         drop(self.draw(self.unspent_new));
     }
 
-    /// Plans `handle`, which is not mapped, at a slot. Returns the slot behind it.
-    pub(super) fn map_at(&mut self, first: u64, handle: Arc<Handle>, slot: u64) -> u64 {
-        let count = handle.bytes() / slot;
-        let unmapped = UnmappedHandle { handle, new: false, busy: false };
+    /// Plans a handle at the slot `first`. Returns the number of slots of `slot` bytes it covers.
+    pub(super) fn map_at(&mut self, first: u64, unmapped: UnmappedHandle, slot: u64) -> u64 {
+        let count = unmapped.handle.bytes() / slot;
         self.planned.push(PlannedMapping { first, count, unmapped });
-        first + count
+        count
     }
 
     /// Discards the plan and keeps its handles.
@@ -191,8 +197,7 @@ impl Mapped {
         if need == 0 {
             return Ok(true);
         }
-        let as_unmapped = |handle| UnmappedHandle { handle, new: false, busy: false };
-        plan.unmapped.extend(self.slots().spare.drain(..).map(as_unmapped));
+        plan.unmapped.extend(self.slots().spare.drain(..).map(UnmappedHandle::from));
         let funds = Funds { budget: &self.budget, reserved: outcome.reserved };
         let growth = outcome.max_growth.unwrap_or(u64::MAX);
         let mut room = if options.grow { funds.remaining().min(growth) } else { 0 };
@@ -281,8 +286,7 @@ impl Mapped {
                         }
                     },
                 };
-                let count = unmapped.handle.bytes() / self.slot;
-                plan.planned.push(PlannedMapping { first, count, unmapped });
+                let count = plan.map_at(first, unmapped, self.slot);
                 (first, left) = (first + count, left - count);
             }
         }
@@ -384,7 +388,7 @@ impl Mapped {
             for handle in unmapped {
                 got += handle.bytes();
                 outcome.count_move(&handle);
-                plan.unmapped.push(UnmappedHandle { handle, new: false, busy: false });
+                plan.unmapped.push(handle.into());
             }
             match unmapping {
                 // Nothing more is needed, or nothing more is there.
