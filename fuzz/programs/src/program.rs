@@ -6,8 +6,8 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-/// Maximum operations of one program: those of a program of some 8,000 bytes.
-pub const MAX_OPS: usize = 2_000;
+/// Maximum operations of one program: those of a program of some 32,000 bytes.
+pub const MAX_OPS: usize = 8_000;
 
 static OPERATIONS: AtomicU64 = AtomicU64::new(0);
 
@@ -134,12 +134,12 @@ pub(crate) fn not_beside_alone() -> RwLockReadGuard<'static, ()> {
     PROCESS.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the length of the program of `seed`: log-uniform over 40 to 8,000 bytes.
+/// Returns the length of the program of `seed`: log-uniform over 40 to 32,000 bytes.
 #[must_use]
 pub fn length(seed: u64) -> usize {
     let word = u64::from_le_bytes(std::array::from_fn(|at| seeded(!seed, 8)[at]));
     let uniform = (word >> 11) as f64 / (1_u64 << 53) as f64;
-    (40.0 * 200_f64.powf(uniform)) as usize
+    (40.0 * 800_f64.powf(uniform)) as usize
 }
 
 /// Returns `len` pseudo-random bytes, the same for the same `seed`: the input of a test without a
