@@ -278,7 +278,7 @@ impl Block {
     ) -> Result<()> {
         let owner = self.home();
         self.check_device(&owner, stream.device())?;
-        let on = if stream == owner.raw() {
+        let on = if owner.is(alive.as_ref()) {
             owner.clone()
         } else {
             self.owner.streams()?.timeline(stream, alive)?

@@ -59,10 +59,8 @@ unsafe impl Operand for DevicePart {
 
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
         let expected = self.stream.timeline();
-        if stream != expected.raw() {
-            let on = self.pool.streams().timeline(stream, alive.clone())?;
-            on.wait_for(expected, expected.open())?;
-        }
+        let on = self.pool.streams().timeline(stream, alive.clone())?;
+        on.wait_for(expected, expected.open())?;
         self.block.order(stream, alive, access)
     }
 }

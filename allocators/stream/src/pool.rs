@@ -363,13 +363,15 @@ impl StreamPool {
     ///
     /// # Errors
     /// [`MemoryError::UnknownId`] for a retired stream, a stream of another driver, or a stream
-    /// that is not known and has no `alive`. Otherwise the errors of adoption.
+    /// that is not known and has no `alive`. [`MemoryError::OtherThread`] if `alive` is the default
+    /// stream of another thread. Otherwise the errors of adoption.
     #[doc(hidden)]
     pub fn timeline(&self, raw: RawStream, alive: Option<KeepAlive>) -> Result<Arc<Timeline>> {
         let alive = match alive.map(Arc::downcast::<Timeline>) {
             Some(Ok(timeline)) => {
-                // The handle of a default stream means a different stream on each thread, so this
-                // pool's own timeline is preferred.
+                // The caller means this stream, not that of the calling thread with its handle.
+                timeline.check_thread()?;
+                // A stream that is known here keeps its timeline.
                 return match self.timeline(raw, None) {
                     Err(MemoryError::UnknownId) if self.core.accepts(&timeline, raw) => {
                         Ok(timeline)

@@ -186,6 +186,16 @@ impl Timeline {
         self.clone()
     }
 
+    /// Returns whether `alive` is this timeline, from [`Timeline::keep_alive`], and the calling
+    /// thread may use its handle. Handles must not be compared instead: handle 2 is a different
+    /// stream on every thread, and the driver reuses the handle of a destroyed stream.
+    #[must_use]
+    #[doc(hidden)]
+    pub fn is(&self, alive: Option<&KeepAlive>) -> bool {
+        let other = alive.and_then(|alive| alive.downcast_ref::<Self>());
+        other.is_some_and(|other| std::ptr::eq(self, other)) && self.check_thread().is_ok()
+    }
+
     /// Returns the stream's number in its pool.
     #[must_use]
     pub fn number(&self) -> u32 {
@@ -493,13 +503,16 @@ impl Timeline {
     /// [`MemoryError::UnknownId`] for a retired stream, [`MemoryError::OtherThread`] for another
     /// thread's default stream, [`MemoryError::DeviceLost`].
     pub fn calling(&self) -> Result<Calling<'_>> {
-        if !self.life.is_valid_on_this_thread() {
-            return Err(self.other_thread_error());
-        }
+        self.check_thread()?;
         self.retirement.enter().map_err(|ended| match ended {
             Ended::Lost => MemoryError::DeviceLost { device: self.raw.device() },
             Ended::Retired => MemoryError::UnknownId,
         })
+    }
+
+    /// Returns an error if the handle means another stream on the calling thread.
+    pub(crate) fn check_thread(&self) -> Result<()> {
+        if self.life.is_valid_on_this_thread() { Ok(()) } else { Err(self.other_thread_error()) }
     }
 
     fn acquire_event(&self) -> Result<Arc<OwnedEvent>> {

@@ -220,7 +220,8 @@ impl<F: Foreign> Adopted<F> {
     pub fn into_inner(mut self) -> Result<F, Declined<Self>> {
         let _site = site::enter();
         let owner_stream = self.owner.timeline.clone();
-        let mut ordered = self.buffer.order_mut(owner_stream.raw(), None, Access::ReadWrite);
+        let alive = Some(owner_stream.keep_alive());
+        let mut ordered = self.buffer.order_mut(owner_stream.raw(), alive, Access::ReadWrite);
         if self.owner.ends_at_once {
             ordered = ordered.and_then(|()| owner_stream.wait(owner_stream.open(), None).map(drop));
         }

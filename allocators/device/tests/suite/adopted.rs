@@ -17,6 +17,7 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
+        mpsc,
     },
     thread,
     time::{Duration, Instant},
@@ -322,4 +323,27 @@ fn foreign_memory_that_cannot_be_adopted_is_returned_with_the_reason() {
     let back = x.into_inner().map(drop).unwrap_err();
     assert_eq!(back.to_string(), error.to_string());
     assert_eq!(back.value.range(), range, "it is ours still");
+}
+
+#[test]
+fn foreign_memory_of_a_threads_default_stream_returns_on_that_thread_only() {
+    let rig = Rig::new(64);
+    let stream = RawStream::per_thread(GPU);
+    let library = Library { sim: rig.sim.clone(), stream, freed: Arc::default() };
+    let (lend, lent) = mpsc::channel();
+    let (give_back, back) = mpsc::channel::<Adopted<External<u32, Tensor>>>();
+    thread::scope(|scope| {
+        let (rig, library) = (&rig, &library);
+        let owner = scope.spawn(move || {
+            let (x, _streams) = used(rig, library, false);
+            lend.send(x).unwrap();
+            let tensor = back.recv().unwrap().into_inner().unwrap().into_guard();
+            library.works_on(tensor.range);
+        });
+        let declined = lent.recv().unwrap().into_inner().unwrap_err();
+        assert!(matches!(declined.error, MemoryError::OtherThread { stream: 2 }));
+        give_back.send(declined.value).unwrap();
+        owner.join().unwrap();
+    });
+    rig.assert_silent();
 }

@@ -11,12 +11,12 @@
 
 use crate::support::{MIB, Rig, range};
 use aquifer_core::{Budget, DeviceId, MemoryError};
-use aquifer_device::{Block, DevicePool, PoolConfig, Request};
+use aquifer_device::{Block, DeviceBuffer, DevicePool, PoolConfig, Request};
 use aquifer_driver::{
-    Access, Call, Operand, RawStream,
+    Access, Call, Operand, OperandMut, RawStream,
     sim::{Sim, ViolationKind},
 };
-use aquifer_stream::{Stream, StreamLifetime, StreamOptions};
+use aquifer_stream::{Launch, Stream, StreamLifetime, StreamOptions};
 use std::{sync::mpsc, thread, time::Duration};
 
 const BIG: u64 = 6 * MIB;
@@ -351,5 +351,88 @@ fn a_free_by_another_thread_is_pending_until_the_owning_thread_fences() {
         owner.join().unwrap();
         rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();
     });
+    rig.assert_silent();
+}
+
+/// Makes a buffer on the default stream of a thread that has queued work on it and goes on.
+fn of_another_thread(rig: &Rig) -> DeviceBuffer<u8> {
+    let make = || {
+        let own = rig.pool.streams().thread_default().unwrap();
+        let mut buffer = rig.bytes(&own, 4096);
+        own.fill(&mut buffer, 1).unwrap();
+        buffer
+    };
+    thread::scope(|scope| scope.spawn(make).join().unwrap())
+}
+
+fn is_refused<T>(result: Result<T, impl Into<MemoryError>>) -> bool {
+    matches!(result.map_err(Into::into), Err(MemoryError::OtherThread { stream: 2 }))
+}
+
+#[test]
+fn work_on_a_threads_default_stream_is_not_taken_for_that_of_another_thread() {
+    let rig = Rig::stepped(8);
+    let mut theirs = of_another_thread(&rig);
+    let own = rig.pool.streams().thread_default().unwrap();
+    let mut mine = rig.bytes(&own, 4096);
+    own.fill(&mut mine, 2).unwrap();
+    let mut back = vec![0; 4096];
+    assert!(is_refused(own.fill(&mut theirs, 3)));
+    assert!(is_refused(own.fill_2d(&mut theirs, 3, 64, 32, 2)));
+    assert!(is_refused(own.copy(&theirs, &mut mine)));
+    assert!(is_refused(own.copy(&mine, &mut theirs)));
+    assert!(is_refused(own.scope(|c| c.download(&theirs, &mut back)).unwrap()));
+    assert!(is_refused(own.scope(|c| c.upload(&back, &mut theirs)).unwrap()));
+    assert!(is_refused(own.fill(&mut theirs.slice_mut(0..8).unwrap(), 3)));
+    assert!(is_refused(theirs.order(RawStream::per_thread(DeviceId(0)), None, Access::Read)));
+    assert!(is_refused(theirs.block().prepare(&own, Access::Read)));
+    assert!(is_refused(Launch::on(&own).updates(&theirs).preflight()));
+    rig.assert_silent();
+}
+
+#[test]
+fn a_threads_default_stream_is_refused_on_every_other_thread() {
+    let rig = Rig::stepped(8);
+    let own = rig.pool.streams().thread_default().unwrap();
+    let mut mine = rig.bytes(&own, 4096);
+    let s = rig.stream();
+    let mut leased = rig.bytes(&s, 4096);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for buffer in [&mut mine, &mut leased] {
+                assert!(is_refused(own.fill(buffer, 1)));
+                let alive = Some(own.timeline().keep_alive());
+                assert!(is_refused(buffer.order_mut(own.raw(), alive, Access::Write)));
+            }
+        });
+    });
+    // The calls have recorded nothing: there is no work to wait for.
+    let waits = rig.sim.driver().calls().get(Call::StreamWaitEvent);
+    s.fill(&mut leased, 2).unwrap();
+    assert_eq!(rig.sim.driver().calls().get(Call::StreamWaitEvent), waits);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_stream_with_the_handle_of_a_destroyed_one_is_not_taken_for_it() {
+    let rig = Rig::on(Sim::h200(1).stepped(), 8, |config| config.wait = Duration::ZERO);
+    let (driver, s) = (rig.sim.driver(), rig.stream());
+    let adopt = || {
+        let raw = driver.stream_create(DeviceId(0), 0).unwrap();
+        // SAFETY: 1. a stream of this device. 2. it is retired before it is destroyed.
+        (unsafe { rig.pool.streams().adopt(raw, StreamLifetime::Retired) }.unwrap(), raw)
+    };
+    let (first, raw) = adopt();
+    let mut buffer = rig.bytes(&first, BIG);
+    first.retire().unwrap();
+    // SAFETY: 1. it was retired.
+    unsafe { driver.stream_destroy(raw) }.unwrap();
+    let (second, again) = adopt();
+    assert_eq!(raw, again, "the handle is not reused, and nothing is tested");
+    second.fill(&mut buffer, 1).unwrap();
+    drop(buffer);
+    assert!(rig.pool.alloc(&s, Request::bytes(BIG)).is_err(), "`second` has not filled it yet");
+    rig.sim.run_all();
+    rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();
     rig.assert_silent();
 }

@@ -112,8 +112,9 @@ pub struct LentMut<'a, B: Typed + ?Sized> {
     /// As in [`Lent`].
     address: CUdeviceptr,
     stream: Arc<CudaStream>,
-    /// A copy has used it on another stream. `lent_on` must wait for that copy before it launches.
-    used_elsewhere: AtomicBool,
+    /// A copy has used it, perhaps on another stream, for which a kernel must wait. Handles do not
+    /// tell: that of a thread's default stream means another stream on every thread.
+    copied: AtomicBool,
 }
 
 /// Lends typed memory to cudarc, on one of cudarc's streams.
@@ -143,7 +144,7 @@ pub trait Lend: Typed {
             address,
             operand: self,
             stream: stream.clone(),
-            used_elsewhere: AtomicBool::new(false),
+            copied: AtomicBool::new(false),
         })
     }
 }
@@ -170,8 +171,8 @@ fn address_on<B: Typed + ?Sized>(
     record_error(stream, ordered).map_or(0, |()| operand.range().address)
 }
 
-/// Returns a value that keeps `stream` alive if it is `lent_on`. cudarc passes other streams
-/// without their `Arc`.
+/// Returns a value that keeps `stream` alive if it has the handle of `lent_on`. cudarc passes other
+/// streams without their `Arc`. Decides no order.
 fn keep_alive_if_same(lent_on: &Arc<CudaStream>, stream: &CudaStream) -> Option<KeepAlive> {
     (**lent_on == *stream).then(|| keep_alive(lent_on))
 }
@@ -241,24 +242,16 @@ impl<B: Typed + ?Sized> DeviceSlice<B::Item> for LentMut<'_, B> {
     }
 }
 
-impl<B: Typed + ?Sized> LentMut<'_, B> {
-    fn used_on(&self, stream: &CudaStream) {
-        if *self.stream != *stream {
-            self.used_elsewhere.store(true, Ordering::Relaxed);
-        }
-    }
-}
-
 impl<B: Typed + ?Sized> DevicePtr<B::Item> for LentMut<'_, B> {
     fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        self.used_on(stream);
+        self.copied.store(true, Ordering::Relaxed);
         (address_on(self.operand, &self.stream, stream, Access::Read), SyncOnDrop::Record(None))
     }
 }
 
 impl<B: Typed + OperandMut + ?Sized> DevicePtrMut<B::Item> for LentMut<'_, B> {
     fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        self.used_on(stream);
+        self.copied.store(true, Ordering::Relaxed);
         let alive = keep_alive_if_same(&self.stream, stream);
         let ordered = self.operand.order_mut(raw_handle(stream), alive, Access::ReadWrite);
         let address = record_error(stream, ordered).map_or(0, |()| self.operand.range().address);
@@ -286,8 +279,8 @@ where
 {
     #[inline(always)]
     fn arg(&mut self, lent: &'b mut LentMut<'c, B>) -> &mut Self {
-        if std::mem::take(lent.used_elsewhere.get_mut()) {
-            // A copy on another stream has been recorded since, and the kernel must run after it.
+        if std::mem::take(lent.copied.get_mut()) {
+            // The kernel must run after a copy that has been recorded since.
             // If that order fails, the device is probably lost, and the kernel gets address 0.
             let (lent_on, alive) = (lent.stream.clone(), keep_alive(&lent.stream));
             let ordered =
