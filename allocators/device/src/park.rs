@@ -294,11 +294,13 @@ impl DevicePool {
     /// contents. Does nothing for a tag that is not parked.
     ///
     /// Makes room as [`DevicePool::alloc_stable`] does, and blocks until the contents are there. If
-    /// the budget is exhausted, waits for it until `deadline`, or not at all without one.
+    /// the budget is exhausted, or another thread parks or resumes the tag, waits for it until
+    /// `deadline`, or not at all without one. So several threads may resume a tag: one does it, and
+    /// the others return when it is done.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfMemory`]; [`MemoryError::Parked`] while another thread parks or resumes
-    /// it; [`MemoryError::Capacity`] if no stream can be leased for the copies; the driver's. In
+    /// [`MemoryError::OutOfMemory`]; [`MemoryError::Parked`] if another thread still parks or
+    /// resumes it; [`MemoryError::Capacity`] if no stream can be leased for the copies; the driver's. In
     /// each case everything stays parked and can be resumed again.
     #[track_caller]
     pub fn resume(&self, tag: Tag, deadline: Option<Instant>) -> Result<ResumeReport> {

@@ -11,7 +11,8 @@ use std::{
 /// An allocator of host memory that any thread may use.
 pub(super) type HostAllocator = Arc<dyn Allocator + Send + Sync>;
 
-/// The interval at which a thread checks whether other threads have finished taking memory.
+/// The interval at which a thread checks whether other threads have finished taking memory, or
+/// parking or resuming it.
 pub(crate) const QUIESCE_POLL: Duration = Duration::from_micros(50);
 
 /// The state of a tag's memory.

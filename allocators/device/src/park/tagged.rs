@@ -5,12 +5,12 @@
 
 use super::{
     saved::{RestoredContents, SavedContents, SavedPiece},
-    settings::{Park, ParkReport, ResumeReport},
+    settings::{Park, ParkReport, QUIESCE_POLL, ResumeReport},
 };
 use crate::{DevicePool, pool_core::PoolCore};
-use aquifer_core::{Result, Tag};
+use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_heap::Range;
-use std::{fmt, sync::Arc, time::Instant};
+use std::{fmt, sync::Arc, thread, time::Instant};
 
 /// What a resume brings back.
 pub(crate) struct ParkedContents {
@@ -47,14 +47,24 @@ pub(crate) trait TaggedMemory: Send + Sync {
     /// Returns the memory to the driver, after `begin_park`, and adds to the report.
     fn finish_park(&self, pool: &PoolCore, saved: SavedContents, report: &mut ParkReport);
 
-    /// Maps memory with the saved contents, or does nothing for memory that is resident. On failure
-    /// everything is still parked.
+    /// Maps memory with the saved contents, or does nothing for memory that is resident. Waits until
+    /// `until` for another thread that parks or resumes it. On failure everything is still parked.
     fn begin_resume(
         &self,
         pool: &PoolCore,
         until: Option<Instant>,
     ) -> Result<Option<RestoredContents>> {
-        let Some(ParkedContents { slots, slot, ranges, pieces }) = self.start_resume()? else {
+        let parked = loop {
+            match self.start_resume() {
+                Err(MemoryError::Parked { .. })
+                    if until.is_some_and(|until| Instant::now() < until) =>
+                {
+                    thread::sleep(QUIESCE_POLL);
+                }
+                started => break started?,
+            }
+        };
+        let Some(ParkedContents { slots, slot, ranges, pieces }) = parked else {
             return Ok(None);
         };
         let taken = slots.len() as u64 * slot;

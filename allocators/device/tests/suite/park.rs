@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "parks what nobody is about to use")]
 
-use crate::support::{MIB, Rig, read};
+use crate::support::{MIB, PATIENCE, Rig, read};
 use allocator_api2::alloc::{AllocError, Allocator, Global};
 use aquifer_core::{DeviceId, MemoryError, OutOfMemory, Tag};
 use aquifer_device::{Adoption, DeviceBuffer, Park, ParkReport, Parkable, Request};
@@ -685,4 +685,60 @@ fn a_block_of_the_caches_gets_free_parkable_memory() {
     drop((block, kept, parkable));
     s.synchronize().unwrap();
     assert_nothing_left(&rig);
+}
+
+#[test]
+fn threads_that_resume_a_tag_wait_for_the_one_that_does_it() {
+    let rig = rig(64);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let buffer = filled(&s, &parkable, 3, 1 << 20);
+    park(&rig, saved()).unwrap();
+    let stalled = rig.sim.stall(Call::HandleCreate);
+    let later = |wait: Duration| Some(Instant::now() + wait);
+    let reports = thread::scope(|scope| {
+        let resume = || rig.pool.resume(tag(), later(PATIENCE));
+        let first = scope.spawn(resume);
+        assert!(stalled.wait_for(1, PATIENCE));
+        let others = [(); 3].map(|()| scope.spawn(resume));
+        let parked = Err(MemoryError::Parked { tag: tag() });
+        assert_eq!(rig.pool.resume(tag(), None).map(drop), parked, "it does not wait");
+        let short = Duration::from_millis(20);
+        let began = Instant::now();
+        assert_eq!(rig.pool.resume(tag(), later(short)).map(drop), parked);
+        assert!(began.elapsed() >= short, "the deadline had not passed");
+        drop(stalled);
+        [first].into_iter().chain(others).map(|one| one.join().unwrap()).collect::<Vec<_>>()
+    });
+    let blocks = reports.into_iter().map(|report| report.unwrap().blocks);
+    assert_eq!(blocks.sum::<u64>(), 1, "one of them has resumed it");
+    assert_filled(&s, &buffer, 3);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_resume_waits_for_a_park_and_takes_over_from_a_resume_that_is_undone() {
+    let rig = rig(64);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let buffer = filled(&s, &parkable, 5, 1 << 20);
+    let resume = || rig.pool.resume(tag(), Some(Instant::now() + PATIENCE)).unwrap().blocks;
+    // SAFETY: 1. and 2. nothing uses the buffer.
+    let parking = unsafe { rig.pool.begin_park(tag(), saved()) }.unwrap();
+    thread::scope(|scope| {
+        let resumed = scope.spawn(resume);
+        thread::sleep(Duration::from_millis(5));
+        parking.commit();
+        assert_eq!(resumed.join().unwrap(), 1);
+    });
+    park(&rig, saved()).unwrap();
+    let resuming = rig.pool.begin_resume(tag(), None).unwrap();
+    thread::scope(|scope| {
+        let resumed = scope.spawn(resume);
+        thread::sleep(Duration::from_millis(5));
+        drop(resuming);
+        assert_eq!(resumed.join().unwrap(), 1);
+    });
+    assert_filled(&s, &buffer, 5);
+    rig.assert_silent();
 }
