@@ -83,12 +83,13 @@ pub struct PoolConfig {
     /// Default: `false`.
     pub compact: bool,
     /// Bytes that may be idle in the pool: held, and not in live blocks. When a slow path of any
-    /// stream has served its request, whole handles above this bound go back to the driver as far
-    /// as their work is known to be done (`cuMemUnmap`, `cuMemRelease`). Nothing blocks, and a
-    /// request served by a stream's cache does not check the bound.
+    /// stream has served its request, after [`Stream::synchronize`] of a stream of the pool, and in
+    /// [`DevicePool::poll`](crate::DevicePool::poll), whole handles above this bound go back to the
+    /// driver as far as their work is known to be done (`cuMemUnmap`, `cuMemRelease`). Nothing
+    /// blocks, and a request served by a stream's cache does not check the bound.
     ///
-    /// [`DevicePool::trim`](crate::DevicePool::trim) gives back as much, whatever its argument, so
-    /// a program without slow paths can choose the moment. Memory that was given back for this
+    /// [`DevicePool::trim`](crate::DevicePool::trim) gives back as much, whatever its argument.
+    /// Memory that was given back for this
     /// bound and taken again is kept on top of it, so that a loop pays once. This ends with the
     /// next trim to fewer bytes than are held.
     ///

@@ -191,6 +191,7 @@ impl DevicePool {
             None => Arc::new(direct),
         });
         core.register();
+        core.release_after_synchronize();
         if let Some(plan) = plan {
             planned::open(&core, plan)?;
         }
@@ -403,7 +404,8 @@ impl DevicePool {
 
     /// Polls queued work, frees pending blocks whose last use is over, and drops what was [kept
     /// until then](aquifer_core::OpaqueBlock::keep_until_free). Only slow paths and trims do so
-    /// otherwise, since a free makes no driver call. Gives no cached memory back, and never blocks.
+    /// otherwise, since a free makes no driver call. Of idle memory, gives back what exceeds the
+    /// [release threshold](PoolConfig::release_threshold). Never blocks.
     /// With [debugging](crate::Debugging) it waits as [`DevicePool::trim`] does.
     ///
     /// ```
@@ -429,6 +431,7 @@ impl DevicePool {
     pub fn poll(&self) -> Result<()> {
         let _site = site::enter();
         let polled = self.poll_sources();
+        self.core().enforce_threshold();
         self.core().publish();
         polled
     }

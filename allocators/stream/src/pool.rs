@@ -12,7 +12,7 @@ use std::{
     fmt,
     hash::{BuildHasherDefault, Hasher},
     ops::RangeInclusive,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
     thread::{self, ThreadId},
 };
 
@@ -38,6 +38,13 @@ pub(crate) struct PoolCore {
     /// The streams known to this pool, leased or adopted. The driver reuses handles of destroyed
     /// streams, so the entry of an adopted stream is valid only while its id is the same.
     timelines: Mutex<TimelineMap>,
+    after_synchronize: OnceLock<Weak<dyn AfterSynchronize>>,
+}
+
+/// Called when a thread has waited for a stream of a pool.
+pub trait AfterSynchronize: Send + Sync {
+    /// Does what may follow. No lock is held.
+    fn synchronized(&self);
 }
 
 /// Identifies a stream: its context (a device has one here) and its handle. For a per-thread
@@ -169,6 +176,7 @@ impl StreamPool {
                 ids: IdSpace::new(),
                 slots: Mutex::default(),
                 timelines: Mutex::default(),
+                after_synchronize: OnceLock::new(),
             }),
         }
     }
@@ -428,6 +436,13 @@ impl StreamPool {
         Arc::ptr_eq(&self.core, &other.core)
     }
 
+    /// Calls `hook` after each [`Stream::synchronize`] of a stream of this pool. The first call of
+    /// this function wins.
+    #[doc(hidden)]
+    pub fn after_synchronize(&self, hook: Weak<dyn AfterSynchronize>) {
+        let _ = self.core.after_synchronize.set(hook);
+    }
+
     /// Returns the driver of the pool.
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {
@@ -446,6 +461,12 @@ impl StreamPool {
 impl ReturnSlot for PoolCore {
     fn return_slot(&self, slot: u32) {
         self.slots().idle.push(slot);
+    }
+
+    fn synchronized(&self) {
+        if let Some(hook) = self.after_synchronize.get().and_then(Weak::upgrade) {
+            hook.synchronized();
+        }
     }
 }
 

@@ -62,7 +62,8 @@ impl Stream {
         &self.lease.timeline
     }
 
-    /// Waits until all queued work is complete. Blocks.
+    /// Waits until all queued work is complete. Blocks. The device pool of the stream then applies
+    /// its release threshold, as CUDA's does.
     ///
     /// # Errors
     /// [`MemoryError::Capturing`], and driver errors, including those of the work itself.
@@ -70,6 +71,7 @@ impl Stream {
     pub fn synchronize(&self) -> Result<()> {
         let site = site::enter();
         self.timeline().synchronize()?;
+        self.lease.pool.synchronized();
         site.checkpoint(&**self.driver());
         Ok(())
     }
@@ -153,6 +155,9 @@ impl fmt::Debug for Stream {
 pub(crate) trait ReturnSlot: Send + Sync {
     /// Makes the stream of this slot available to the next lease.
     fn return_slot(&self, slot: u32);
+
+    /// Called when a thread has waited for a stream of the pool.
+    fn synchronized(&self);
 }
 
 /// One lease. The stream returns to the pool when the last clone is dropped.

@@ -10,7 +10,8 @@ use crate::{
 };
 use aquifer_core::{Action, DriverError, MemoryError, Result, Tag};
 use aquifer_driver::leftovers;
-use std::sync::atomic::Ordering;
+use aquifer_stream::AfterSynchronize;
+use std::sync::{Arc, Weak, atomic::Ordering};
 
 impl PoolCore {
     /// Returns the free memory of features to the driver.
@@ -139,6 +140,15 @@ impl PoolCore {
         }
     }
 
+    /// Enforces the release threshold whenever a thread has waited for a stream of the pool, if
+    /// there is a threshold.
+    pub(crate) fn release_after_synchronize(self: &Arc<Self>) {
+        if !self.retention.retains_all() {
+            let hook: Weak<Self> = Arc::downgrade(self);
+            self.streams().after_synchronize(hook);
+        }
+    }
+
     /// Releases free memory whose work is known to be done from the caches until they hold at most
     /// `keep` bytes.
     fn release_idle(&self, caches: &[&'static StreamCache], keep: u64) -> Released {
@@ -148,6 +158,15 @@ impl PoolCore {
             self.report_pool(Action::Reap, released.bytes, Tag::NONE);
         }
         released
+    }
+}
+
+impl AfterSynchronize for PoolCore {
+    fn synchronized(&self) {
+        // An error of the driver is left to the next call that returns one.
+        let _ = self.poll();
+        self.enforce_threshold();
+        self.publish();
     }
 }
 

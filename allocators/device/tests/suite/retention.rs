@@ -64,6 +64,54 @@ fn idle_memory_above_the_threshold_is_released_at_the_next_slow_path() {
 }
 
 #[test]
+fn a_synchronisation_and_a_poll_release_idle_memory_above_the_threshold() {
+    let release: [fn(&Rig, &Stream); 2] =
+        [|_, s| s.synchronize().unwrap(), |rig, _| rig.pool.poll().unwrap()];
+    for release in release {
+        for (threshold, held) in [(u64::MAX, 44), (36 * MIB, 40), (16 * MIB, 20), (0, 4)] {
+            let rig = rig(1024, |config| config.release_threshold = threshold);
+            let (s, u) = (rig.stream(), rig.stream());
+            let _live = take(&rig, &s, 4);
+            let block = take(&rig, &s, 4);
+            let used = block.prepare(&u, Access::Write).unwrap();
+            let generation = Some(block.generation());
+            rig.sim.access(u.raw(), range(&block), Access::Write, generation).unwrap();
+            used.finish().unwrap();
+            fill(&rig, &s, 9);
+            drop(block);
+            release(&rig, &s);
+            assert_eq!(rig.pool.stats().physical, held * MIB, "of {threshold}");
+            // A loop pays once.
+            fill(&rig, &s, 10);
+            release(&rig, &s);
+            let calls = memory_calls(&rig);
+            fill(&rig, &s, 10);
+            release(&rig, &s);
+            assert_eq!(memory_calls(&rig), calls, "of {threshold}");
+            rig.assert_silent();
+        }
+    }
+}
+
+#[test]
+fn a_synchronisation_releases_only_memory_whose_work_is_done() {
+    let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 1024, |config| {
+        config.release_threshold = 0;
+    });
+    let (s, u) = (rig.stream(), rig.stream());
+    let block = take(&rig, &s, 8);
+    let used = block.prepare(&u, Access::Write).unwrap();
+    rig.sim.access(u.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
+    used.finish().unwrap();
+    drop(block);
+    s.synchronize().unwrap();
+    assert_eq!(rig.pool.stats().physical, 8 * MIB, "`u` still writes it");
+    u.synchronize().unwrap();
+    assert_eq!(rig.pool.stats().physical, 0);
+    rig.assert_silent();
+}
+
+#[test]
 fn a_trim_enforces_the_threshold_whatever_its_target() {
     let rig = rig(1024, |config| config.release_threshold = 8 * MIB);
     let s = rig.stream();
