@@ -81,7 +81,23 @@ unsafe impl<T: Pod, A: DeferReuse> HostOwned for AllocBox<[T], A> {
 
 /// A copy that was not queued, with its host side.
 ///
-/// See [`Stream::upload`](crate::Stream::upload) for an example.
+/// `?` turns it into a [`MemoryError`] or a boxed error, and drops the host side. It implements no
+/// [`Error`](error::Error) itself: a boxed error outlives the arena that a vector borrows.
+///
+/// ```
+/// use aquifer_driver::{OperandMut, Typed};
+/// use aquifer_stream::{HostOwned, Stream};
+/// use std::error::Error;
+///
+/// fn send<H: HostOwned>(s: &Stream, v: H, to: &mut (impl Typed<Item = H::Item> + OperandMut)) -> Result<(), Box<dyn Error>> {
+///     drop(s.upload(v, to)?); // `v` may borrow its allocator
+///     Ok(())
+/// }
+/// /// Returns what was not copied.
+/// fn refused<H: HostOwned>(s: &Stream, v: H, to: &mut (impl Typed<Item = H::Item> + OperandMut)) -> Option<H> {
+///     s.upload(v, to).err().map(|refused| refused.host)
+/// }
+/// ```
 pub struct RefusedCopy<H> {
     /// The value that was passed in, unchanged.
     pub host: H,
@@ -99,10 +115,19 @@ impl<H> fmt::Display for RefusedCopy<H> {
         self.error.fmt(f)
     }
 }
-impl<H> error::Error for RefusedCopy<H> {}
 impl<H> From<RefusedCopy<H>> for MemoryError {
     fn from(refused: RefusedCopy<H>) -> Self {
         refused.error
+    }
+}
+impl<H> From<RefusedCopy<H>> for Box<dyn error::Error> {
+    fn from(refused: RefusedCopy<H>) -> Self {
+        refused.error.into()
+    }
+}
+impl<H> From<RefusedCopy<H>> for Box<dyn error::Error + Send + Sync> {
+    fn from(refused: RefusedCopy<H>) -> Self {
+        refused.error.into()
     }
 }
 
