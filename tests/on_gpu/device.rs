@@ -94,6 +94,33 @@ fn a_slow_kernel_on_another_stream_keeps_its_block_after_the_free() {
     }
 }
 
+/// The default streams of all threads have one handle.
+#[test]
+fn a_threads_default_stream_is_not_taken_for_that_of_another_thread() {
+    let Some(gpu) = gpu() else { return };
+    // No room for a second buffer.
+    let pool = gpu.small_pool(6);
+    let per_thread = || gpu.cu().context().per_thread_stream();
+    let slowly_filled = || {
+        let own = pool.streams().thread_default().unwrap();
+        let mut x: DeviceBuffer<u32> = pool.buffer(&own, MIB).unwrap();
+        gpu.fill(&per_thread(), &mut x, 0xdead_0000, SPIN);
+        x
+    };
+    let mut x = thread::scope(|scope| scope.spawn(slowly_filled).join().unwrap());
+    let own = pool.streams().thread_default().unwrap();
+    let refused = [own.fill(&mut x, 1), x.on_mut(&per_thread()).map(drop)];
+    for refused in refused {
+        assert!(matches!(refused, Err(MemoryError::OtherThread { stream: 2 })), "{refused:?}");
+    }
+    drop(x);
+    // Waits for the kernel, since this takes the memory that it fills.
+    let mut y: DeviceBuffer<u32> = pool.buffer(&own, MIB).unwrap();
+    own.fill(&mut y, 0x1111_1111).unwrap();
+    gpu.cu().context().synchronize().unwrap();
+    assert!(download(&own, &y).iter().all(|&v| v == 0x1111_1111), "the kernel wrote late");
+}
+
 /// The control: the use is not recorded, and the pool reuses the block under the kernel.
 #[test]
 fn without_a_recorded_use_the_slow_kernel_overwrites_the_next_block() {

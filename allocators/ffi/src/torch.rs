@@ -18,7 +18,7 @@ use crate::{
     status::{Failure, Status, aq_status},
     thread_state,
 };
-use aquifer::{Access, Request};
+use aquifer::{Access, MemoryError, Request, Stream};
 use std::{
     collections::HashMap,
     ffi::{c_int, c_void},
@@ -37,7 +37,8 @@ static BLOCKS: AtomicUsize = AtomicUsize::new(0);
 /// The device of a block, and the streams that it was recorded on.
 struct RecordedUses {
     device: u32,
-    streams: Vec<u64>,
+    /// As the recording thread means them: another thread's handle 2 is another stream.
+    streams: Vec<Stream>,
 }
 
 fn recorded() -> MutexGuard<'static, Option<HashMap<u64, RecordedUses>>> {
@@ -189,19 +190,18 @@ fn apply_recorded_uses(runtime: aq_runtime, address: u64) -> CallResult {
         return Ok(());
     };
     BLOCKS.fetch_sub(1, Ordering::Release);
-    for stream in streams {
-        // SAFETY: 1. The caller that recorded the block on the stream keeps the stream alive until
-        // the block is freed.
-        unsafe {
-            thread_state::with_stream(runtime, device, stream, |_, pool, stream| {
-                match pool.share_raw(address)?.record_use(stream, Access::ReadWrite) {
-                    Err(aquifer::MemoryError::Parked { .. }) => Ok(()),
-                    recorded => Ok(recorded?),
-                }
-            })
-        }?;
-    }
-    Ok(())
+    thread_state::with(runtime, |shared| {
+        let block = shared.pool(device)?.share_raw(address)?;
+        for stream in &streams {
+            match block.record_use(stream, Access::ReadWrite) {
+                // Of another thread's default stream the use is recorded, and its memory is held
+                // back until that thread fences the stream again.
+                Ok(()) | Err(MemoryError::Parked { .. } | MemoryError::OtherThread { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    })
 }
 
 /// `record_stream`: the block is not reused before the work queued on `stream` at its free is done.
@@ -215,23 +215,31 @@ pub unsafe extern "C" fn aq_torch_record_stream(
     stream: *mut c_void,
 ) -> aq_status {
     enter(|| {
-        let (address, stream) = (memory.addr() as u64, handle(stream));
-        thread_state::with(default_runtime()?, |shared| {
+        let (runtime, address) = (default_runtime()?, memory.addr() as u64);
+        let device = thread_state::with(runtime, |shared| {
             // Only live blocks are recorded: the free of a later block at this address would take
             // the record.
             let found =
                 shared.runtime.devices().iter().position(|pool| pool.share_raw(address).is_ok());
-            let device = found.ok_or(aquifer::MemoryError::ForeignBlock { address })? as u32;
+            Ok(found.ok_or(MemoryError::ForeignBlock { address })? as u32)
+        })?;
+        let record = |stream: &Stream| {
             let mut recorded = recorded();
             let block = recorded.get_or_insert_default().entry(address).or_insert_with(|| {
                 BLOCKS.fetch_add(1, Ordering::Release);
                 RecordedUses { device, streams: Vec::new() }
             });
-            if !block.streams.contains(&stream) {
-                block.streams.push(stream);
+            if !block.streams.contains(stream) {
+                block.streams.push(stream.clone());
             }
             Ok(())
-        })
+        };
+        // SAFETY: 1. Guaranteed by the caller.
+        unsafe {
+            thread_state::with_stream(runtime, device, handle(stream), |_, _, stream| {
+                record(stream)
+            })
+        }
     })
 }
 
@@ -247,7 +255,7 @@ pub unsafe extern "C" fn aq_torch_base_alloc(memory: *mut c_void, size: *mut usi
         thread_state::with(default_runtime()?, |shared| {
             let block =
                 shared.runtime.devices().iter().find_map(|pool| pool.share_raw(address).ok());
-            let block = block.ok_or(aquifer::MemoryError::ForeignBlock { address })?;
+            let block = block.ok_or(MemoryError::ForeignBlock { address })?;
             if !size.is_null() {
                 // SAFETY: 1. Guaranteed by the caller.
                 unsafe { write_out(size, block.capacity() as usize, "size") }?;

@@ -345,7 +345,9 @@ impl StreamPool {
     /// and timeline.
     ///
     /// Frees and uses on it are fenced immediately, with an event that this thread records. So free
-    /// its blocks and end its uses on this thread. What another thread frees or ends is held back
+    /// its blocks and end its uses on this thread. Only this thread knows when work on it is done,
+    /// so streams of other threads cannot use its blocks: give a block that threads hand to each
+    /// other to a leased stream. What another thread frees or ends is held back
     /// until this thread frees, ends or waits for something again, or until the device is
     /// synchronised. Calls for the stream from another thread return [`MemoryError::OtherThread`].
     ///

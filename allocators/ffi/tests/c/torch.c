@@ -1,5 +1,22 @@
 /* The calls of PyTorch's pluggable allocator, in its order, on a simulated device. */
 #include "check.h"
+#include <pthread.h>
+
+/* A block of another thread's stream, which this thread uses on its default stream. */
+typedef struct lent {
+    aq_runtime runtime;
+    void *stream, *memory;
+    uint64_t bytes;
+} lent;
+
+static void *use_on_own_default_stream(void *argument) {
+    lent *l = argument;
+    void *own = (void *)(uintptr_t)2;
+    OK(aq_sim_stream_wait(l->runtime, 0, own, l->stream));
+    aq_torch_record_stream(l->memory, own);
+    OK(aq_sim_touch(l->runtime, 0, own, (uint64_t)(uintptr_t)l->memory, l->bytes, AQ_READ));
+    return NULL;
+}
 
 int main(void) {
     aq_runtime_options options = simulated(2);
@@ -75,6 +92,18 @@ int main(void) {
         x = aq_torch_alloc((ptrdiff_t)bytes, 0, stream);
         OK(aq_sim_touch(runtime, 0, stream, (uint64_t)(uintptr_t)x, bytes, AQ_WRITE));
         aq_torch_free(x, (ptrdiff_t)bytes, 0, stream);
+    }
+    /* Handle 2 is the default stream of the thread that recorded it, not of the one that frees. */
+    for (int n = 0; n < 20; n++) {
+        lent l = {runtime, stream, NULL, 1u << 20};
+        l.memory = aq_torch_alloc((ptrdiff_t)l.bytes, 0, stream);
+        pthread_t thread;
+        CHECK(pthread_create(&thread, NULL, use_on_own_default_stream, &l) == 0);
+        CHECK(pthread_join(thread, NULL) == 0);
+        OK(aq_torch_free(l.memory, (ptrdiff_t)l.bytes, 0, stream));
+        void *next = aq_torch_alloc((ptrdiff_t)l.bytes, 0, stream);
+        OK(aq_sim_touch(runtime, 0, stream, (uint64_t)(uintptr_t)next, l.bytes, AQ_WRITE));
+        OK(aq_torch_free(next, (ptrdiff_t)l.bytes, 0, stream));
     }
     OK(aq_sim_stream_synchronize(runtime, 0, other));
     aq_torch_reset();
