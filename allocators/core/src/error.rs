@@ -98,6 +98,15 @@ pub enum MemoryError {
         /// Length of the block in bytes.
         bytes: u64,
     },
+    /// A range of elements that is not within a buffer or a slice.
+    OutOfRange {
+        /// The first element of the range.
+        start: u64,
+        /// The end of the range (exclusive).
+        end: u64,
+        /// The number of elements of the buffer or slice.
+        len: u64,
+    },
     /// A part of reserved addresses that is not backed by memory.
     Uncommitted {
         /// The first byte without memory, relative to the start of the reservation.
@@ -272,6 +281,9 @@ impl fmt::Display for MemoryError {
             }
             Self::OutOfBounds { offset, len, bytes } => {
                 write!(f, "{len} bytes from {offset} on reach past the end of a block of {bytes}")
+            }
+            Self::OutOfRange { start, end, len } => {
+                write!(f, "elements {start}..{end} reach past the end of {len} elements")
             }
             Self::ReversedRange { start, end } => {
                 write!(f, "the range {start}..{end} is reversed: it ends before it begins")

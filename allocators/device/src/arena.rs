@@ -84,13 +84,16 @@ impl DeviceArena {
     /// Allocates the next `len` elements, aligned as every block is. They are not initialised.
     ///
     /// # Errors
-    /// [`MemoryError::ZeroSize`] for no elements or elements of no size; [`MemoryError::TooLarge`]
-    /// if fewer bytes are left, with their number as the limit.
+    /// [`MemoryError::ZeroSize`] for elements of no size; [`MemoryError::TooLarge`] if fewer bytes
+    /// are left, with their number as the limit.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<DeviceSliceMut<'_, T>> {
-        let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
-        if bytes == 0 {
+        if size_of::<T>() == 0 {
             return Err(MemoryError::ZeroSize);
         }
+        if len == 0 {
+            return Ok(DeviceSliceMut::of_several(&self.block, 0, 0));
+        }
+        let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
         let mut bump = self.bump();
         let align = BLOCK_ALIGN.max(align_of::<T>() as u64);
         let address = bump.alloc(bytes, align).ok_or_else(|| {

@@ -2,6 +2,7 @@
 
 use crate::{
     base::{
+        driver::check_stream_device,
         extent::{BlockExtent, BlockMeta, PackedRequest, UntilFree},
         lazy_box::LazyBox,
         pending::{DeferredFree, PendingWork},
@@ -55,6 +56,9 @@ use std::{any::Any, fmt, sync::Arc};
 /// once, such as a thread's default stream, it records an event. Once the pool is closed, the drop
 /// of the last block and of blocks that other streams use may call the driver and block. Forgetting
 /// a block leaks its memory. The contents are not initialised.
+///
+/// A request for no bytes gets an empty block, at address 0. It has no memory, so it is neither
+/// charged nor counted nor recorded, and everything that takes a block takes it.
 pub struct Block {
     pub(crate) owner: BlockOwner,
     pub(crate) extent: BlockExtent,
@@ -108,6 +112,21 @@ pub(crate) trait ReleaseBlock: Send + Sync {
     }
 }
 
+/// The allocator of empty blocks. They have no memory, so nothing waits for their uses.
+struct NoMemory;
+
+impl ReleaseBlock for NoMemory {
+    fn release(&self, _block: DeferredFree) {}
+
+    fn release_idle(&self, _block: &DriverBlock, _request: PackedRequest) -> bool {
+        true
+    }
+
+    fn insert_raw(&self, _block: Block) -> Option<Block> {
+        None
+    }
+}
+
 impl DriverBlock {
     /// Returns the allocator, which can also keep the block.
     pub(crate) fn releaser(&self) -> Arc<dyn ReleaseBlock> {
@@ -157,6 +176,23 @@ impl Block {
         };
         let extent = BlockExtent { address, request };
         Self { owner: BlockOwner::Driver(driver_block.into()), extent, uses: UseList::new(), meta }
+    }
+
+    /// Makes an empty block of `stream`.
+    ///
+    /// # Errors
+    /// Those of [`check_stream_device`].
+    #[cold]
+    pub(crate) fn empty(streams: &StreamPool, stream: &Stream, tag: Tag) -> Result<Self> {
+        check_stream_device(&**streams.driver(), streams.device(), stream.timeline())?;
+        let driver_block = DriverBlock {
+            releaser: Arc::new(NoMemory),
+            timeline: stream.timeline().clone(),
+            streams: streams.clone(),
+            bytes: 0,
+            key: 0,
+        };
+        Ok(Self::from_driver_block(0, PackedRequest::new(0, tag), driver_block, 0))
     }
 
     /// Returns the block's extras, created on demand.

@@ -117,8 +117,8 @@ impl<T: Pod> DeviceBuffer<T> {
     /// that of every block.
     ///
     /// # Errors
-    /// [`MemoryError::ZeroSize`] for no elements or elements of no size; [`MemoryError::TooLarge`];
-    /// the resource's.
+    /// [`MemoryError::ZeroSize`] for elements of no size; [`MemoryError::TooLarge`]; the
+    /// resource's.
     #[track_caller]
     pub fn new_in(
         resource: &(impl Resource + ?Sized),
@@ -141,10 +141,13 @@ impl<T: Pod> DeviceBuffer<T> {
     }
 
     fn request(len: usize) -> Result<Request> {
+        if size_of::<T>() == 0 {
+            return Err(MemoryError::ZeroSize);
+        }
         let bytes = (len as u64).checked_mul(size_of::<T>() as u64);
         bytes
             .map(Request::bytes)
-            .ok_or(MemoryError::TooLarge { requested: u64::MAX, limit: crate::request::MAX_BYTES })
+            .ok_or(MemoryError::TooLarge { requested: u64::MAX, limit: crate::request::MAX_OBJECT })
     }
 
     fn in_block(len: usize, block: Block, request: Request) -> Result<Self> {
@@ -197,7 +200,7 @@ impl<T: Pod> DeviceBuffer<T> {
     /// Returns the elements in `range` as a shared slice.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
         self.as_slice().slice(range)
     }
@@ -205,7 +208,7 @@ impl<T: Pod> DeviceBuffer<T> {
     /// Returns the elements in `range` as a mutable slice.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn slice_mut(&mut self, range: Range<usize>) -> Result<DeviceSliceMut<'_, T>> {
         self.as_mut_slice().into_slice(range)
     }
@@ -213,7 +216,7 @@ impl<T: Pod> DeviceBuffer<T> {
     /// Splits the buffer at `mid` into two shared slices.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn split_at(&self, mid: usize) -> Result<(DeviceSlice<'_, T>, DeviceSlice<'_, T>)> {
         self.as_slice().split_at(mid)
     }
@@ -222,7 +225,7 @@ impl<T: Pod> DeviceBuffer<T> {
     /// their uses.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn split_at_mut(
         &mut self,
         mid: usize,
@@ -255,7 +258,7 @@ impl<T> DeviceBuffer<T> {
         self.len
     }
 
-    /// Returns `false`, since there are no empty buffers.
+    /// Returns whether there are no elements: such a buffer takes no memory.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0

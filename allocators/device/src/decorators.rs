@@ -12,7 +12,7 @@ use std::{any::Any, fmt, sync::Arc};
 /// A wrapper that records every allocation, free and failure of another resource.
 ///
 /// A free is recorded when the last use of the block is over, since `inner` has the block back only
-/// then.
+/// then. Empty blocks are not recorded.
 ///
 /// ```
 /// use aquifer_core::{Action, Opaque, Recorder, event::RingSink};
@@ -77,6 +77,7 @@ impl<R: Resource> Opaque for Log<R> {
     #[track_caller]
     fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
         match self.inner.allocate(stream, request) {
+            Ok(block) if block.bytes() == 0 => Ok(block),
             Ok(mut block) => {
                 let (stream, address) = (stream.number(), block.address());
                 self.report(Action::Allocate, stream, address, &request);

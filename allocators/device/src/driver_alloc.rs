@@ -215,7 +215,11 @@ impl<S: DriverSource> DriverAllocator<S> {
 
     #[track_caller]
     pub(crate) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
-        let request = request.checked()?;
+        if request.size() == 0 {
+            return Block::empty(&self.streams, stream, request.owner());
+        }
+        let checked = request.checked();
+        let request = checked.map_err(|error| self.explain_refusal(request.size(), error))?;
         check_stream_device(&*self.driver, self.device(), stream.timeline())?;
         // The driver aligns to at least 256 bytes, and guarantees no more.
         if request.alignment() > self.source.alignment() {
@@ -291,6 +295,8 @@ impl<S: DriverSource> DriverAllocator<S> {
             MemoryError::Driver(refused) if refused.is_out_of_memory() => {
                 full.driver = Some(refused);
             }
+            // More than any device has.
+            MemoryError::TooLarge { requested, limit } if requested <= limit => {}
             other => return other,
         }
         if let (Some(_), Some((budget, _))) = (full.refused, self.source.budget()) {

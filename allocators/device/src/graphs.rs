@@ -80,8 +80,7 @@ pub use announcement::Announced;
 pub use graph::{Captured, Graph};
 
 use crate::{
-    Block, DevicePool, Request, park::tagged::TaggedMemory, request::ValidateRequest,
-    stream_cache::close::sweep_released,
+    Block, DevicePool, Request, park::tagged::TaggedMemory, stream_cache::close::sweep_released,
 };
 use announcement::AnnouncedStreams;
 use aquifer_core::{PoolStats, Result, Tag};
@@ -314,7 +313,7 @@ impl GraphPool {
     pub fn alloc_at(&self, stream: &Stream, request: Request, address: u64) -> Result<Block> {
         let _site = site::enter();
         let core = self.pool.core();
-        let request = request.checked()?;
+        let request = core.checked(request)?;
         let of_tag = core.charge_tag(stream, &request)?;
         let mut block = self.memory.allocate_at(stream, request, address)?;
         core.list_for_leaks(&mut block, None);
@@ -335,7 +334,7 @@ impl GraphPool {
     pub fn alloc_free(&self, stream: &Stream, request: Request) -> Result<Option<Block>> {
         let _site = site::enter();
         let core = self.pool.core();
-        let request = request.checked()?;
+        let request = core.checked(request)?;
         let of_tag = core.charge_tag(stream, &request)?;
         let Some(mut block) = self.memory.allocate_free(stream, request)? else {
             return Ok(None);

@@ -102,6 +102,9 @@ impl DevicePages {
         if !page.is_power_of_two() {
             return Err(MemoryError::BadAlignment { align: page });
         }
+        if pages == 0 {
+            return Err(MemoryError::ZeroSize);
+        }
         let bytes = (pages as u64).saturating_mul(page);
         let block = resource.allocate(stream, Request::bytes(bytes).align(page.min(MAX_ALIGN)))?;
         // A custom resource may return any block, so it is checked.

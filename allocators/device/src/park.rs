@@ -70,7 +70,6 @@ use crate::{
         weak_list::WeakList,
     },
     pool_core::{PoolCore, PoolHook},
-    request::ValidateRequest,
 };
 use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result, Tag};
 use aquifer_driver::{DeviceRange, RawStream, site};
@@ -376,7 +375,10 @@ impl Parkable {
     #[track_caller]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         let _site = site::enter();
-        let request = request.checked()?.tag(self.slots.tag);
+        if request.size() == 0 {
+            return Block::empty(self.pool.streams(), stream, self.slots.tag);
+        }
+        let request = self.pool.core().checked(request)?.tag(self.slots.tag);
         // One deadline for the tag's limit and for the pool.
         let _request = begin_request();
         let of_tag = self.pool.core().charge_tag(stream, &request)?;

@@ -22,7 +22,7 @@ use crate::{
     physical::{Physical, mapped::Mapped, segments::Segments},
     planned,
     pool_core::PoolCore,
-    request::ValidateRequest,
+    request::MAX_BYTES,
     stream_cache::{CacheHost, close::sweep_released},
 };
 use aquifer_core::{
@@ -260,10 +260,12 @@ impl DevicePool {
     /// other threads' transfers may block. On a device without virtual memory, releasing memory
     /// blocks too. See the crate's documentation.
     ///
+    /// A request for no bytes gets an empty block, which takes no memory: see [`Block`].
+    ///
     /// # Errors
-    /// - [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`], [`MemoryError::BadAlignment`] and
-    ///   [`MemoryError::WrongDevice`] for an invalid request.
-    /// - [`MemoryError::OutOfMemory`] if no step made room.
+    /// - [`MemoryError::TooLarge`], [`MemoryError::BadAlignment`] and [`MemoryError::WrongDevice`]
+    ///   for an invalid request. Only more than 2⁶³ − 1 bytes are too large.
+    /// - [`MemoryError::OutOfMemory`] if no step made room, or if the device has less memory.
     /// - The driver's.
     #[track_caller]
     #[inline]
@@ -292,7 +294,10 @@ impl DevicePool {
     #[track_caller]
     #[inline(never)]
     fn alloc_full(&self, stream: &Stream, request: Request) -> Result<Block> {
-        let request = request.checked()?;
+        if request.size() == 0 {
+            return Block::empty(self.streams(), stream, request.owner());
+        }
+        let request = self.core().checked(request)?;
         if let Some(hook) = self.core().only_hook() {
             return match hook.allocate(self.core(), stream, request)? {
                 Some(block) => Ok(block),
@@ -334,7 +339,10 @@ impl DevicePool {
         request: Request,
         held: &Mutex<Reservation>,
     ) -> Result<Block> {
-        let request = request.checked()?;
+        if request.size() == 0 {
+            return Block::empty(self.streams(), stream, request.owner());
+        }
+        let request = self.core().checked(request)?;
         // One deadline for the tag's limit and for the pool.
         let _request = begin_request();
         let of_tag = self.core().charge_tag(stream, &request)?;

@@ -31,7 +31,6 @@ use crate::{
     base::{driver::check_stream_device, extent::PackedRequest, waits::begin_request},
     block::DriverBlock,
     dedicated::{DedicatedPool, Span, SpanRelease},
-    request::ValidateRequest,
 };
 use aquifer_core::{Action, DeviceId, MemoryError, Reservation, Result, Tag, event::BlockKind};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, Ownership, RawStream, site};
@@ -152,7 +151,7 @@ impl DevicePool {
         held: &Mutex<Reservation>,
     ) -> Result<StableBlock> {
         let _site = site::enter();
-        let bytes = self.core().dedicated.round_up(request.checked()?.size());
+        let bytes = self.core().dedicated.round_up(self.core().checked(request)?.size());
         let is_legacy = self.core().dedicated.is_plain();
         self.core().with_reservation(held, bytes, |funds| {
             self.stable_block(stream, request, Some(funds), is_legacy)
@@ -167,9 +166,9 @@ impl DevicePool {
         held: Option<&Mutex<Reservation>>,
         is_legacy: bool,
     ) -> Result<StableBlock> {
-        let request = request.checked()?;
-        self.check_stream(stream)?;
         let core = self.core();
+        let request = core.checked(request)?;
+        self.check_stream(stream)?;
         let dedicated = &core.dedicated;
         if is_legacy && request.alignment() > crate::BLOCK_ALIGN {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
@@ -364,14 +363,11 @@ pub(crate) fn bounds<T>(range: &Range<usize>, bytes: u64) -> Result<(u64, usize)
     let at = |element: usize| (element as u64).checked_mul(size);
     match (at(range.start), at(range.end)) {
         (Some(start), Some(end)) if end <= bytes => Ok((start, range.end - range.start)),
-        (start, end) => {
-            let offset = start.unwrap_or(u64::MAX);
-            Err(MemoryError::OutOfBounds {
-                offset,
-                len: end.unwrap_or(u64::MAX).saturating_sub(offset),
-                bytes,
-            })
-        }
+        _ => Err(MemoryError::OutOfRange {
+            start: range.start as u64,
+            end: range.end as u64,
+            len: bytes.checked_div(size).unwrap_or(0),
+        }),
     }
 }
 

@@ -31,7 +31,6 @@ use crate::{
     Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock,
     base::waits::begin_request,
     limits::{LiveLimit, LiveLimits},
-    request::ValidateRequest,
     reserved::StepCharges,
 };
 use aquifer_core::{Budget, DeviceId, MemoryError, Opaque, PoolStats, Result, Tag, budget::Leased};
@@ -140,6 +139,9 @@ impl Tenant {
     /// or one above it, refused.
     #[track_caller]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
+        if request.size() == 0 {
+            return self.pool.alloc(stream, request);
+        }
         // One deadline for the tenant's limit and for the pool.
         let _request = begin_request();
         let leased = self.charge(stream, request)?;
@@ -219,7 +221,7 @@ impl Tenant {
 
     fn charge(&self, stream: &Stream, request: Request) -> Result<Leased> {
         // An invalid request is reported as such, not as a refusal by the limit.
-        let request = request.checked()?;
+        let request = self.pool.core().checked(request)?;
         self.limit.charge(self.pool.core(), stream, &request)
     }
 

@@ -99,6 +99,41 @@ pub unsafe trait Operand {
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()>;
 }
 
+macro_rules! borrowed {
+    ($($borrow:ty),+) => {$(
+        // SAFETY: 1. to 4. As for the operand that is borrowed, whose methods these are.
+        unsafe impl<D: Operand + ?Sized> Operand for $borrow {
+            fn range(&self) -> DeviceRange {
+                (**self).range()
+            }
+            fn machine(&self) -> Option<u64> {
+                (**self).machine()
+            }
+            fn home_stream(&self) -> Option<RawStream> {
+                (**self).home_stream()
+            }
+            fn order(
+                &self,
+                stream: RawStream,
+                alive: Option<KeepAlive>,
+                access: Access,
+            ) -> Result<()> {
+                (**self).order(stream, alive, access)
+            }
+        }
+
+        impl<D: Typed + ?Sized> Typed for $borrow {
+            type Item = D::Item;
+            fn len(&self) -> usize {
+                (**self).len()
+            }
+        }
+    )+};
+}
+
+// A copy takes its source by value, so that it takes a buffer by reference and a slice as it is.
+borrowed!(&D, &mut D);
+
 /// An [`Operand`] that work may write. Memory that is borrowed only to be read does not implement
 /// this trait, because two borrowers could write at once.
 ///

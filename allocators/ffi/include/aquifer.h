@@ -100,8 +100,8 @@ enum {
                                       know */
     AQ_ERROR_BAD_RUNTIME = 5,      /* not a runtime */
     AQ_ERROR_CLOSED = 6,           /* a runtime that was destroyed */
-    AQ_ERROR_ZERO_SIZE = 7,        /* a block of zero bytes */
-    AQ_ERROR_TOO_LARGE = 8,        /* larger than any memory */
+    AQ_ERROR_ZERO_SIZE = 7,        /* zero bytes of pinned memory */
+    AQ_ERROR_TOO_LARGE = 8,        /* more than INT64_MAX bytes; less is AQ_ERROR_OUT_OF_MEMORY */
     AQ_ERROR_BAD_ALIGNMENT = 9,    /* not a power of two, or larger than supported */
     AQ_ERROR_OUT_OF_MEMORY = 10,   /* out of memory after all attempts to reclaim; the text
                                       reports usage, owners and remedies */
@@ -248,8 +248,9 @@ aq_status aq_device(aq_runtime runtime, uint32_t device, aq_device_facts *facts)
  * cases there is no driver call and no wait. If the stream's cache has no room, memory is searched
  * in several steps: ranges freed by other streams, new memory, other pools. The last step blocks
  * until memory in use becomes free, for at most `wait_ns`. The address is stored in `*address`,
- * which is unchanged after an error.
- * AQ_ERROR_NULL, _ZERO_SIZE, _TOO_LARGE, _OUT_OF_MEMORY, _NO_DEVICE, _UNKNOWN_STREAM,
+ * which is unchanged after an error. For 0 bytes it is 0: an empty block, which takes no memory and
+ * which every call for blocks accepts.
+ * AQ_ERROR_NULL, _TOO_LARGE, _OUT_OF_MEMORY, _NO_DEVICE, _UNKNOWN_STREAM,
  * _DEVICE_LOST, _DRIVER. */
 aq_status aq_alloc(aq_runtime runtime, uint32_t device, uint64_t bytes, void *stream,
                    uint64_t *address);

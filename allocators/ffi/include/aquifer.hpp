@@ -559,8 +559,7 @@ public:
     device_buffer() noexcept = default;
 
     /* Allocates as device_block, aligned for T. Throws std::bad_array_new_length if the values
-     * have more bytes than a size_t can count, and call_error with AQ_ERROR_ZERO_SIZE for 0
-     * values. */
+     * have more bytes than a size_t can count. */
     device_buffer(runtime_view runtime, std::uint32_t device, std::size_t count,
                   stream_handle stream)
         : block_(runtime, device, detail::bytes_of<T>(count), stream,

@@ -139,7 +139,7 @@ fn status_of(error: &MemoryError) -> Status {
         MemoryError::WrongDevice { .. } | MemoryError::OtherMachine { .. } => Status::WrongDevice,
         MemoryError::ForeignBlock { .. } => Status::ForeignBlock,
         MemoryError::DoubleFree { .. } => Status::DoubleFree,
-        MemoryError::OutOfBounds { .. } => Status::OutOfBounds,
+        MemoryError::OutOfBounds { .. } | MemoryError::OutOfRange { .. } => Status::OutOfBounds,
         MemoryError::Busy { .. } => Status::Busy,
         MemoryError::Closed => Status::Closed,
         MemoryError::Capacity { .. } => Status::Capacity,

@@ -174,7 +174,8 @@ impl<F: Foreign> Adopted<F> {
                     actual: range.device,
                 });
             }
-            if size_of::<F::Item>() == 0 || range.bytes < size_of::<F::Item>() as u64 {
+            if size_of::<F::Item>() == 0 || (1..size_of::<F::Item>() as u64).contains(&range.bytes)
+            {
                 return Err(MemoryError::ZeroSize);
             }
             let (stream, alive) = foreign.stream();
@@ -250,7 +251,7 @@ impl<F: Foreign<Item: Pod>> Adopted<F> {
     /// Returns the elements in `range` as a shared slice.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, F::Item>> {
         self.buffer.slice(range)
     }
@@ -258,7 +259,7 @@ impl<F: Foreign<Item: Pod>> Adopted<F> {
     /// Returns the elements in `range` as a mutable slice.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn slice_mut(&mut self, range: Range<usize>) -> Result<DeviceSliceMut<'_, F::Item>> {
         self.buffer.slice_mut(range)
     }

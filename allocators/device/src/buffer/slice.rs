@@ -77,10 +77,10 @@ impl<'a> BlockPart<'a> {
             });
         }
         if range.end > self.len {
-            return Err(MemoryError::OutOfBounds {
-                offset: (range.start as u64).saturating_mul(size),
-                len: ((range.end - range.start) as u64).saturating_mul(size),
-                bytes: self.len as u64 * size,
+            return Err(MemoryError::OutOfRange {
+                start: range.start as u64,
+                end: range.end as u64,
+                len: self.len as u64,
             });
         }
         Ok(Self {
@@ -155,7 +155,7 @@ impl<'a, T: Pod> DeviceSlice<'a, T> {
     /// Returns the elements in `range` of the slice.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'a, T>> {
         Ok(Self { part: self.part.slice::<T>(range)?, elements: PhantomData })
     }
@@ -163,7 +163,7 @@ impl<'a, T: Pod> DeviceSlice<'a, T> {
     /// Splits the slice at `mid`.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn split_at(&self, mid: usize) -> Result<(DeviceSlice<'a, T>, DeviceSlice<'a, T>)> {
         let (left, right) = self.part.split::<T>(mid)?;
         Ok((
@@ -206,7 +206,7 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     /// Borrows the elements in `range` as a shared slice.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
         self.as_slice().slice(range)
     }
@@ -214,7 +214,7 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     /// Borrows the elements in `range` as a mutable slice.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn slice_mut(&mut self, range: Range<usize>) -> Result<DeviceSliceMut<'_, T>> {
         self.reborrow().into_slice(range)
     }
@@ -222,7 +222,7 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     /// As [`DeviceSliceMut::slice_mut`], for as long as the buffer is borrowed.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn into_slice(self, range: Range<usize>) -> Result<DeviceSliceMut<'a, T>> {
         Ok(Self { part: self.part.slice::<T>(range)?, elements: PhantomData })
     }
@@ -230,7 +230,7 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     /// Splits the slice at `mid` into two mutable slices.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn split_at_mut(
         &mut self,
         mid: usize,
@@ -241,7 +241,7 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     /// As [`DeviceSliceMut::split_at_mut`], for as long as the buffer is borrowed.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn into_split(self, mid: usize) -> Result<(DeviceSliceMut<'a, T>, DeviceSliceMut<'a, T>)> {
         let (left, right) = self.part.non_exclusive().split::<T>(mid)?;
         Ok((

@@ -35,7 +35,7 @@ impl CheckedPool {
     ) -> Result<Block> {
         let allocated_at = site::current();
         let layout = GuardLayout::new(&request, self.settings.canaries);
-        let around = layout.around(&request)?;
+        let around = layout.around(&request);
         self.collect_waiting();
         self.enforce_bound();
         let held = loop {

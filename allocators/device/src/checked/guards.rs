@@ -1,7 +1,7 @@
 //! Guards and poison: their layout, the fills, and the checks.
 #![expect(unsafe_code, reason = "fills device memory")]
 
-use crate::{BLOCK_ALIGN, Block, DeviceBuffer, Request, request::ValidateRequest};
+use crate::{BLOCK_ALIGN, Block, DeviceBuffer, Request};
 use aquifer_core::{MemoryError, Result};
 use aquifer_stream::{Stream, Timeline};
 use std::ops::Range;
@@ -42,12 +42,10 @@ impl GuardLayout {
     }
 
     /// Returns the request for the block with its guards.
-    pub(super) fn around(&self, request: &Request) -> Result<Request> {
+    pub(super) fn around(&self, request: &Request) -> Request {
         let more = if self.guarded { self.front + GUARD_BYTES } else { 0 };
         // The largest request with guards is far from an overflow.
-        let held =
-            Request::bytes(self.bytes + more).align(request.alignment()).tag(request.owner());
-        held.checked()
+        Request::bytes(self.bytes + more).align(request.alignment()).tag(request.owner())
     }
 
     pub(super) fn before(&self) -> Option<Range<u64>> {

@@ -1,12 +1,31 @@
 //! Allocation from a stream's cache, or else on the slow path.
 
-use crate::{Block, Request, Resource, pool_core::PoolCore, stream_cache::StreamCache};
-use aquifer_core::{Reservation, Result};
+use crate::{
+    Block, Request, Resource,
+    pool_core::PoolCore,
+    request::{MAX_BYTES, ValidateRequest},
+    stream_cache::StreamCache,
+};
+use aquifer_core::{MemoryError, Reservation, Result};
 use aquifer_driver::site;
 use aquifer_stream::Stream;
 use std::sync::{Arc, Mutex, PoisonError};
 
 impl PoolCore {
+    /// Checks a request. One for more than any device has is out of memory, like one for more than
+    /// this device has.
+    ///
+    /// # Errors
+    /// Those of [`ValidateRequest::checked`].
+    pub(crate) fn checked(&self, request: Request) -> Result<Request> {
+        request.checked().map_err(|error| match error {
+            MemoryError::TooLarge { requested, limit } if requested <= limit => self
+                .refuse_oversized(requested, request.owner())
+                .unwrap_or(MemoryError::TooLarge { requested, limit: MAX_BYTES }),
+            error => error,
+        })
+    }
+
     /// Allocates a block from the stream's cache, or on the slow path. The request has been
     /// checked.
     #[track_caller]

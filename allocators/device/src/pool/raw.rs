@@ -15,7 +15,7 @@ use crate::{
     raw_table::raw_table,
     stream_cache::{BlockToken, RawToken, StreamCache},
 };
-use aquifer_core::{MemoryError, Result};
+use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_driver::{DeviceRange, RawStream};
 use aquifer_formats::HeldBlock;
 use aquifer_heap::HeapError;
@@ -28,7 +28,8 @@ use std::{
 impl Block {
     /// Converts the block to its raw address. The block stays allocated, with its recorded uses,
     /// until [`DevicePool::from_raw`] converts it back or [`DevicePool::free_raw`] frees it.
-    /// Otherwise it leaks and keeps its pool's memory.
+    /// Otherwise it leaks and keeps its pool's memory. The address of an empty block is 0, which
+    /// may be freed any number of times.
     ///
     /// Takes the lock of its stream's cache and makes no driver call.
     #[must_use = "the address is the only way back to the block"]
@@ -116,7 +117,7 @@ impl DevicePool {
         let block = block.or_else(|| {
             self.is_in_raw_table(address).then(|| raw_table().take_unique(address)).flatten()
         });
-        block.unwrap_or_else(|| Err(self.refuse(address)))
+        block.unwrap_or_else(|| self.empty_at(address))
     }
 
     /// Returns the raw block of this pool at this address, to record uses of it. The address stays
@@ -148,13 +149,23 @@ impl DevicePool {
         let block = block.or_else(|| {
             self.is_in_raw_table(address).then(|| raw_table().share(address)).flatten()
         });
-        block.ok_or_else(|| self.refuse(address))
+        block.map_or_else(|| self.empty_at(address).map(Arc::new), Ok)
+    }
+
+    /// Returns an empty block of the legacy default stream for the address 0, or the error for any
+    /// other address without a raw block.
+    #[cold]
+    fn empty_at(&self, address: u64) -> Result<Block> {
+        if address != 0 {
+            return Err(self.refuse(address));
+        }
+        Block::empty(self.streams(), &self.streams().legacy_default()?, Tag::NONE)
     }
 
     /// Returns the bypass allocator, in which each block is its own allocation, unless the address
-    /// is one of a graph's or a stable block.
+    /// is one of a graph's, a stable or an empty block.
     fn bypass(&self, address: u64) -> Option<&Direct> {
-        self.bypass_source().filter(|_| !self.is_in_raw_table(address))
+        self.bypass_source().filter(|_| address != 0 && !self.is_in_raw_table(address))
     }
 
     /// Returns whether a raw block of this pool that belongs to no cache has this address.
@@ -177,7 +188,10 @@ impl DevicePool {
             return Ok(());
         }
         let backed = self.is_in_raw_table(address).then(|| raw_table().remove(address)).flatten();
-        backed.map(drop).ok_or_else(|| self.refuse(address))
+        match backed {
+            None if address != 0 => Err(self.refuse(address)),
+            _ => Ok(()),
+        }
     }
 
     /// Searches the likely caches, then all.

@@ -1,7 +1,7 @@
 //! Export of stable blocks to other processes, and import of theirs.
 #![expect(unsafe_code, reason = "imports memory that others work with")]
 
-use crate::{DevicePool, Request, StableBlock, physical::handle::Handle, request::ValidateRequest};
+use crate::{DevicePool, Request, StableBlock, physical::handle::Handle};
 use aquifer_core::{DeviceId, MemoryError, Result, event::BlockKind};
 use aquifer_driver::{ExportTypes, FabricHandle, site};
 use aquifer_stream::Stream;
@@ -176,7 +176,7 @@ impl DevicePool {
         if expected != actual {
             return Err(MemoryError::WrongDevice { expected, actual });
         }
-        let request = Request::bytes(exported.bytes).checked()?;
+        let request = self.core().checked(Request::bytes(exported.bytes))?;
         let dedicated = &self.core().dedicated;
         if dedicated.step() == 0 {
             return Err(MemoryError::Unsupported { feature: "virtual memory management" });

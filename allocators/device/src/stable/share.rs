@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request, block::BlockOwner,
-    physical::handle::Handle, request::ValidateRequest,
+    physical::handle::Handle,
 };
 use aquifer_core::{MemoryError, Result, event::BlockKind};
 use aquifer_driver::{Access, DeviceRange, Driver, ExportTypes, site};
@@ -299,7 +299,7 @@ impl DevicePool {
             });
         }
         dedicated.reap_nonblocking();
-        let request = Request::bytes(total).checked()?;
+        let request = self.core().checked(Request::bytes(total))?;
         let span = dedicated
             .map_imported(BlockKind::Stable, parts, total, header.access)
             .map_err(|e| dedicated.driver_error(e))?;

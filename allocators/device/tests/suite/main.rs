@@ -8,6 +8,7 @@ mod counting;
 mod deadlines;
 mod debugging;
 mod driver_backed;
+mod empty;
 mod foreign;
 mod gaps;
 mod giving_way;

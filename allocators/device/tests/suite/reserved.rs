@@ -92,8 +92,8 @@ fn a_refused_slice_names_its_first_uncommitted_part() {
     assert_eq!(missing(STEP / 2..STEP), (2 * step, 2 * step));
     assert_eq!(missing(STEP..2 * STEP), (5 * step, 3 * step));
     assert!(r.slice(0..STEP / 4).is_ok() && r.slice(5..5).is_ok());
-    assert!(matches!(r.slice(0..8 * STEP + 1), Err(MemoryError::OutOfBounds { .. })));
-    assert!(matches!(r.commit(0..8 * STEP + 1), Err(MemoryError::OutOfBounds { .. })));
+    assert!(matches!(r.slice(0..8 * STEP + 1), Err(MemoryError::OutOfRange { .. })));
+    assert!(matches!(r.commit(0..8 * STEP + 1), Err(MemoryError::OutOfRange { .. })));
     assert!(matches!(r.slice_mut(STEP..2 * STEP), Err(MemoryError::Uncommitted { .. })));
 }
 

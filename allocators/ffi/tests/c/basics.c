@@ -126,8 +126,8 @@ static void blocks(aq_runtime runtime) {
     ANSWERS(AQ_ERROR_NO_DEVICE, aq_reset_peaks(runtime, 2));
 
     ANSWERS(AQ_ERROR_NULL, aq_alloc(runtime, 0, 512, stream, NULL));
-    ANSWERS(AQ_ERROR_ZERO_SIZE, aq_alloc(runtime, 0, 0, stream, &address));
     ANSWERS(AQ_ERROR_TOO_LARGE, aq_alloc(runtime, 0, UINT64_MAX, stream, &address));
+    ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_alloc(runtime, 0, (uint64_t)1 << 50, stream, &address));
     ANSWERS(AQ_ERROR_BAD_ALIGNMENT, aq_alloc_aligned(runtime, 0, 512, 3, stream, &address));
     ANSWERS(AQ_ERROR_NO_DEVICE, aq_alloc(runtime, 2, 512, stream, &address));
     ANSWERS(AQ_ERROR_UNKNOWN_STREAM, aq_alloc(runtime, 0, 512, (void *)0xdead0, &address));
@@ -135,6 +135,17 @@ static void blocks(aq_runtime runtime) {
     ANSWERS(AQ_ERROR_UNKNOWN_STREAM, aq_alloc(runtime, 1, 512, stream, &address)); /* device 0's */
     CHECK(address == 77);
 
+    /* An empty block is at 0, takes no memory, and may be used and freed like any other. */
+    OK(aq_alloc(runtime, 0, 0, stream, &address));
+    CHECK(address == 0 && stats_of(runtime, 0).blocks == 1);
+    OK(aq_alloc_aligned(runtime, 0, 0, 4096, stream, &address));
+    OK(aq_block_size(runtime, 0, address, &asked, &capacity));
+    CHECK(address == 0 && asked == 0 && capacity == 0);
+    OK(aq_record_use(runtime, 0, address, stream, AQ_READ | AQ_WRITE));
+    OK(aq_upload(runtime, 0, address, 0, NULL, 0, stream));
+    OK(aq_download(runtime, 0, address, 0, NULL, 0, stream));
+    ANSWERS(AQ_ERROR_OUT_OF_BOUNDS, aq_upload(runtime, 0, address, 0, &asked, 8, stream));
+    OK(aq_free_on(runtime, 0, address, stream));
     OK(aq_free(runtime, 0, 0));
     ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_free(runtime, 0, 0x1234));
     ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_free(runtime, 0, block + 512));

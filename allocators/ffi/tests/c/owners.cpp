@@ -91,10 +91,11 @@ void exceptions() {
     const aquifer::runtime rt(simulated(1));
     expect<aquifer::call_error>(AQ_ERROR_NO_DEVICE, [&] { rt.stats(9); });
     expect<aquifer::error>(AQ_ERROR_NO_DEVICE, [&] { rt.device(9); });
-    expect<aquifer::call_error>(AQ_ERROR_ZERO_SIZE,
-                                [&] { aquifer::device_block(rt, 0, 0, nullptr); });
-    expect<aquifer::call_error>(AQ_ERROR_ZERO_SIZE,
-                                [&] { aquifer::device_buffer<int>(rt, 0, 0, nullptr); });
+    const aquifer::device_block nothing(rt, 0, 0, nullptr);
+    CHECK(!nothing && nothing.size() == 0 && nothing.data() == nullptr);
+    const aquifer::device_buffer<int> no_values(rt, 0, 0, nullptr);
+    no_values.upload(std::vector<int>(), nullptr);
+    CHECK(no_values.size() == 0);
     expect<aquifer::out_of_memory>(AQ_ERROR_OUT_OF_MEMORY, [&] {
         const aquifer::device_block most(rt, 0, 200 << 20, nullptr);
         aquifer::device_block(rt, 0, 1u << 30, nullptr);

@@ -15,7 +15,7 @@ impl Stream {
     /// Lengths that differ, ranges that overlap, a conflicting use, and driver errors. Nothing is
     /// queued then.
     #[track_caller]
-    pub fn copy<T, S, D>(&self, from: &S, to: &mut D) -> Result<()>
+    pub fn copy<T, S, D>(&self, from: S, to: &mut D) -> Result<()>
     where
         T: Pod,
         S: Typed<Item = T>,
@@ -23,7 +23,7 @@ impl Stream {
     {
         let site = site::enter();
         let (source, target) = (from.range(), to.range());
-        self.check_operand(from)?;
+        self.check_operand(&from)?;
         self.check_operand(to)?;
         check_same_length(source, target)?;
         check_disjoint(source, target)?;
@@ -62,7 +62,7 @@ impl Stream {
     /// Rows outside one of the sides, a pitch less than the width, sides that overlap, a
     /// conflicting use, and driver errors. Nothing is queued then.
     #[track_caller]
-    pub fn copy_2d<T, S, D>(&self, from: &S, to: &mut D, grid: Grid) -> Result<()>
+    pub fn copy_2d<T, S, D>(&self, from: S, to: &mut D, grid: Grid) -> Result<()>
     where
         T: Pod,
         S: Typed<Item = T>,
@@ -70,7 +70,7 @@ impl Stream {
     {
         let site = site::enter();
         let (source, target) = (from.range(), to.range());
-        self.check_operand(from)?;
+        self.check_operand(&from)?;
         self.check_operand(to)?;
         let grid = grid.in_bytes(size_of::<T>() as u64, source.bytes, target.bytes)?;
         check_disjoint(
@@ -107,7 +107,7 @@ impl Stream {
     /// `peer` wait, this call waits for the copy as at the end of a [scope](Stream::scope), and
     /// the copy is complete.
     #[track_caller]
-    pub fn copy_to_peer<T, S, D>(&self, from: &S, to: &mut D, peer: &Stream) -> Result<()>
+    pub fn copy_to_peer<T, S, D>(&self, from: S, to: &mut D, peer: &Stream) -> Result<()>
     where
         T: Pod,
         S: Typed<Item = T>,
@@ -115,7 +115,7 @@ impl Stream {
     {
         let site = site::enter();
         let (source, target) = (from.range(), to.range());
-        self.check_operand(from)?;
+        self.check_operand(&from)?;
         peer.check_operand(to)?;
         check_same_length(source, target)?;
         check_disjoint(source, target)?;

@@ -335,7 +335,7 @@ impl Stream {
     /// [`RefusedCopy`], which contains `to`: lengths that differ, a conflicting use of `from`,
     /// [`MemoryError::Capturing`], and driver errors. Nothing is queued then.
     #[track_caller]
-    pub fn download<H, D>(&self, from: &D, to: H) -> Result<InFlight<H>, RefusedCopy<H>>
+    pub fn download<H, D>(&self, from: D, to: H) -> Result<InFlight<H>, RefusedCopy<H>>
     where
         H: HostOwned,
         D: Typed<Item = H::Item>,
@@ -383,7 +383,7 @@ impl Stream {
     #[track_caller]
     pub fn download_2d<H, D>(
         &self,
-        from: &D,
+        from: D,
         to: H,
         grid: Grid,
     ) -> Result<InFlight<H>, RefusedCopy<H>>

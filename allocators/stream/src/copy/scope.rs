@@ -203,7 +203,7 @@ impl<'scope, 'env> CopyScope<'scope, 'env> {
     #[track_caller]
     pub fn download<T: Pod, D: Typed<Item = T>>(
         &'scope self,
-        from: &D,
+        from: D,
         to: &'env mut [T],
     ) -> Result<()> {
         let _site = site::enter();
@@ -234,7 +234,7 @@ impl<'scope, 'env> CopyScope<'scope, 'env> {
     /// Rows outside one of the sides, a conflicting use of `from`, [`MemoryError::Capturing`], and
     /// driver errors. Nothing is queued then.
     #[track_caller]
-    pub fn download_2d<T, D>(&'scope self, from: &D, to: &'env mut [T], grid: Grid) -> Result<()>
+    pub fn download_2d<T, D>(&'scope self, from: D, to: &'env mut [T], grid: Grid) -> Result<()>
     where
         T: Pod,
         D: Typed<Item = T>,
@@ -262,7 +262,7 @@ impl<'scope, 'env> CopyScope<'scope, 'env> {
         unsafe { plan.queue(self.stream, NonNull::from(from).cast(), to.range().address) }
     }
 
-    fn queue_download<T, D>(&self, from: &D, to: &'env mut [T], grid: Option<Grid>) -> Result<()>
+    fn queue_download<T, D>(&self, from: D, to: &'env mut [T], grid: Option<Grid>) -> Result<()>
     where
         T: Pod,
         D: Typed<Item = T>,
