@@ -2,7 +2,7 @@
 
 use crate::Debugging;
 use aquifer_core::{Budget, DeviceId, MemoryError, Recorder, Result};
-use aquifer_driver::{Driver, ExportTypes};
+use aquifer_driver::{DeviceInfo, Driver, ExportTypes};
 use aquifer_plan::Plan;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
@@ -248,6 +248,23 @@ impl PoolConfig {
             }
         }
         Ok(accessors.into())
+    }
+
+    /// Returns the size of the slots that memory is mapped in; 0 without virtual memory.
+    ///
+    /// # Errors
+    /// [`MemoryError::BadSetting`] for a [`handle_bytes`](Self::handle_bytes) that is not possible.
+    pub(crate) fn slot(&self, info: &DeviceInfo) -> Result<u64> {
+        if !info.virtual_memory || info.granularity == 0 {
+            return Ok(0);
+        }
+        let largest = info.memory.max(info.granularity);
+        let slot = self.handle_bytes.max(1).checked_next_multiple_of(info.granularity);
+        slot.filter(|slot| slot.is_power_of_two() && *slot <= largest).ok_or_else(|| {
+            let (name, value) = ("handle_bytes", self.handle_bytes.to_string());
+            let expected = "0 or a power of two, at most the device's memory";
+            MemoryError::BadSetting { name, value, expected }
+        })
     }
 
     /// Checks the retention settings against each other, the budget's limit and the device.

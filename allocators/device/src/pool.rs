@@ -122,7 +122,9 @@ impl DevicePool {
         let plan = planned::load(&mut config)?;
         let debug = config.debug.clone();
         let driver_error = |e| MemoryError::driver(device, e);
-        let info = driver.device_info(device).map_err(driver_error)?;
+        let mut info = driver.device_info(device).map_err(driver_error)?;
+        // Addresses for several times as many bytes are reserved. No device has more.
+        info.memory = info.memory.min(MAX_BYTES);
         if let Some(feature) = info.export_types.missing(config.export) {
             return Err(MemoryError::Unsupported { feature });
         }
@@ -150,17 +152,9 @@ impl DevicePool {
             && config.stream_cache == u64::MAX;
         let maps = info.virtual_memory && info.granularity > 0 && !config.whole_allocations;
         config.check_retention(budget.limit(), maps)?;
+        let slot = config.slot(&info)?;
         let accessors = config.accessors(&*driver, device, maps)?;
         let physical: Box<dyn Physical> = if maps {
-            let slot = config.handle_bytes.max(1).div_ceil(info.granularity) * info.granularity;
-            if !slot.is_power_of_two() {
-                let (name, value) = ("handle_bytes", config.handle_bytes.to_string());
-                return Err(MemoryError::BadSetting {
-                    name,
-                    value,
-                    expected: "0 or a power of two",
-                });
-            }
             Box::new(Mapped::open(
                 &driver,
                 accessors.clone(),

@@ -49,6 +49,9 @@ impl PoolCore {
         let taken = if bytes == 0 {
             0
         } else if self.physical.is_mapped() && !self.config.bypass {
+            if let Some(error) = self.refuse_oversized(bytes, Tag::NONE) {
+                return Err(error);
+            }
             self.physical.warm(bytes).map_err(|error| self.explain_refusal(bytes, error))?
         } else {
             return Err(MemoryError::Unsupported {

@@ -9,6 +9,7 @@ mod deadlines;
 mod debugging;
 mod driver_backed;
 mod empty;
+mod extremes;
 mod foreign;
 mod gaps;
 mod giving_way;
