@@ -340,8 +340,8 @@ impl CheckedPool {
     /// Reports to the driver's observer which streams may still use a freed block: other streams
     /// with open uses, the reader, and `filler`. The owner stream may not.
     fn notify_quarantined(&self, freed: &QuarantinedBlock, filler: Option<&Timeline>) {
-        let mut users: Vec<RawStream> = freed.uses.iter().map(|u| u.on().raw()).collect();
-        users.extend(filler.map(Timeline::raw));
+        let mut users: Vec<RawStream> = freed.uses.iter().map(|u| u.on().noted()).collect();
+        users.extend(filler.map(Timeline::noted));
         users.extend(self.reader().map(|reader| reader.stream.raw()));
         let address = freed.held.memory.block().address();
         let range = DeviceRange { device: self.device, address, bytes: freed.capacity };

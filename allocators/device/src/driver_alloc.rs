@@ -246,7 +246,7 @@ impl<S: DriverSource> DriverAllocator<S> {
                 &self.driver,
                 generation,
                 range,
-                Ownership::Live { stream: stream.raw(), generation },
+                Ownership::Live { stream: stream.timeline().noted(), generation },
             );
             generation
         } else {

@@ -299,8 +299,8 @@ impl DevicePool {
     ///
     /// # Errors
     /// [`MemoryError::OutOfMemory`]; [`MemoryError::Parked`] if another thread still parks or
-    /// resumes it; [`MemoryError::Capacity`] if no stream can be leased for the copies; the driver's. In
-    /// each case everything stays parked and can be resumed again.
+    /// resumes it; [`MemoryError::Capacity`] if no stream can be leased for the copies; the
+    /// driver's. In each case everything stays parked and can be resumed again.
     #[track_caller]
     pub fn resume(&self, tag: Tag, deadline: Option<Instant>) -> Result<ResumeReport> {
         let _site = site::enter();

@@ -247,7 +247,7 @@ impl<T: Pod> Reserved<T> {
             self.live.extend(missing.iter().map(|&slot| (slot, charged.split(step))));
         }
         dedicated.record_commit(new, total - new, self.block.tag());
-        let (stream, generation) = (self.block.home().raw(), self.block.generation());
+        let (stream, generation) = (self.block.home().noted(), self.block.generation());
         for &slot in &missing {
             let address = self.span.address + slot * step;
             dedicated.notify_observer(
@@ -298,7 +298,7 @@ impl<T: Pod> Reserved<T> {
         }
         let owner_stream = self.block.home();
         let uses = self.block.uses.current(&owner_stream);
-        let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
+        let users: Vec<RawStream> = uses.iter().map(|u| u.on().noted()).collect();
         let owner = owner_of_freed(&users);
         let dedicated = &self.dedicated;
         dedicated.update_usage(|a| a.record_free(bytes, bytes, self.block.tag()));

@@ -228,7 +228,8 @@ impl DevicePool {
             block.meta_mut().generation = 0;
         }
         self.core().list_for_leaks(&mut block, None);
-        let live = Ownership::Live { stream: stream.raw(), generation: block.generation() };
+        let live =
+            Ownership::Live { stream: stream.timeline().noted(), generation: block.generation() };
         dedicated.notify_observer(block.generation(), span.address, span.bytes, live);
         StableBlock { block, span, dedicated, imported }
     }

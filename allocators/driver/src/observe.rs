@@ -70,6 +70,12 @@ pub enum HostAccess {
 /// # Ok::<(), aquifer_driver::DriverError>(())
 /// ```
 pub trait Observer: Debug + Send + Sync {
+    /// Returns a handle that means the calling thread's `stream` on every thread, for notes: that
+    /// of a thread's default stream means another stream on each. Only notes take it.
+    fn on_every_thread(&self, stream: RawStream) -> RawStream {
+        stream
+    }
+
     /// Records a change of ownership of a range of device memory.
     fn block(&self, note: BlockNote<'_>);
 

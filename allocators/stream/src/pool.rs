@@ -41,7 +41,9 @@ pub(crate) struct PoolCore {
     after_synchronize: OnceLock<Weak<dyn AfterSynchronize>>,
 }
 
-/// Called when a thread has waited for a stream of a pool.
+/// Called when a thread has waited for a stream of a pool: for example, by a device pool, to apply
+/// its release threshold.
+#[doc(hidden)]
 pub trait AfterSynchronize: Send + Sync {
     /// Does what may follow. No lock is held.
     fn synchronized(&self);

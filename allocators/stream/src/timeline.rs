@@ -100,6 +100,8 @@ static SERIALS: AtomicU64 = AtomicU64::new(0);
 pub struct Timeline {
     driver: Arc<dyn Driver>,
     raw: RawStream,
+    /// The handle in notes to an observer.
+    noted: RawStream,
     /// The stream's number in its pool, for messages.
     number: u32,
     identity: StreamIdentity,
@@ -132,9 +134,14 @@ impl Timeline {
         life: StreamLifetime,
         isolated: bool,
     ) -> Self {
+        let noted = match (&life, driver.observer()) {
+            (StreamLifetime::Thread(_), Some(observer)) => observer.on_every_thread(raw),
+            _ => raw,
+        };
         Self {
             driver,
             raw,
+            noted,
             number,
             identity: StreamIdentity::new(id),
             serial: SERIALS.fetch_add(1, Ordering::Relaxed),
@@ -155,6 +162,14 @@ impl Timeline {
     #[must_use]
     pub fn raw(&self) -> RawStream {
         self.raw
+    }
+
+    /// Returns the stream's handle for notes to the driver's observer, which may be made on any
+    /// thread.
+    #[must_use]
+    #[doc(hidden)]
+    pub fn noted(&self) -> RawStream {
+        self.noted
     }
 
     /// Returns the stream's driver.

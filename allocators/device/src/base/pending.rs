@@ -193,7 +193,7 @@ impl DeferredFree {
     /// observer. Returns none for a block without a generation, which is not reported to it.
     pub(crate) fn users(&self) -> SmallVec<[RawStream; 2]> {
         let uses = (self.generation != 0).then(|| self.work.uses.iter());
-        uses.into_iter().flatten().map(|noted| noted.on().raw()).collect()
+        uses.into_iter().flatten().map(|noted| noted.on().noted()).collect()
     }
 }
 

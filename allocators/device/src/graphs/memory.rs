@@ -511,7 +511,7 @@ impl GraphMemory {
             if !capture.is_eager() {
                 state.captured.extend(self.grid().slots(range));
             }
-            let live = Ownership::Live { stream: stream.raw(), generation };
+            let live = Ownership::Live { stream: stream.timeline().noted(), generation };
             dedicated.notify_observer(generation, range.start, range.len, live);
             let owner_stream = timeline.clone();
             state.blocks.insert(

@@ -381,7 +381,7 @@ impl ParkablePool {
             let resident = self.check_resident(&state);
             if resident.is_ok() {
                 dedicated.slot_pool_allocated(range.len, requested, tag);
-                let live = Ownership::Live { stream: stream.raw(), generation };
+                let live = Ownership::Live { stream: stream.timeline().noted(), generation };
                 dedicated.notify_observer(generation, range.start, range.len, live);
                 let owner_stream = timeline.clone();
                 let live_block = LiveBlock {

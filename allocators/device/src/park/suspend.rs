@@ -61,7 +61,7 @@ impl ParkableState {
     /// write them: `on`, or their own if it is `None`.
     fn notify_resident(&self, parkable: &ParkablePool, on: Option<&Stream>) {
         for (&address, live) in &self.blocks {
-            let (generation, owner_stream) = (live.generation, live.owner_stream.raw());
+            let (generation, owner_stream) = (live.generation, live.owner_stream.noted());
             let owner =
                 Ownership::Live { stream: on.map_or(owner_stream, Stream::raw), generation };
             parkable.dedicated.notify_observer(generation, address, live.bytes, owner);

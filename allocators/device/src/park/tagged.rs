@@ -47,8 +47,9 @@ pub(crate) trait TaggedMemory: Send + Sync {
     /// Returns the memory to the driver, after `begin_park`, and adds to the report.
     fn finish_park(&self, pool: &PoolCore, saved: SavedContents, report: &mut ParkReport);
 
-    /// Maps memory with the saved contents, or does nothing for memory that is resident. Waits until
-    /// `until` for another thread that parks or resumes it. On failure everything is still parked.
+    /// Maps memory with the saved contents, or does nothing for memory that is resident. Waits
+    /// until `until` for another thread that parks or resumes it. On failure everything is still
+    /// parked.
     fn begin_resume(
         &self,
         pool: &PoolCore,

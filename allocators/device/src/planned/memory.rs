@@ -333,7 +333,7 @@ impl PlannedMemory {
         holding.bytes += requested;
         holding.blocks += 1;
         let generation = self.dedicated.generation();
-        let live = Ownership::Live { stream: stream.raw(), generation };
+        let live = Ownership::Live { stream: stream.timeline().noted(), generation };
         self.dedicated.notify_observer(generation, address, bytes, live);
         self.note(left, Action::Allocate, stream.number(), address, requested, tag);
         Block::from_driver_block(

@@ -57,7 +57,7 @@ impl PoolCore {
     #[cold]
     fn notify_live(&self, cache: &'static StreamCache, token: &BlockToken) -> u64 {
         let generation = self.generations.fetch_add(1, Ordering::Relaxed);
-        let stream = cache.timeline().raw();
+        let stream = cache.timeline().noted();
         let address = token.extent.address;
         let bytes = cache.size_of(address, token.cache_ref.key);
         let range = DeviceRange { device: self.info.device, address, bytes };

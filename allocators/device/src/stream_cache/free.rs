@@ -81,7 +81,7 @@ impl StreamCache {
             return self.deallocate(&token.cache_ref, &token.extent);
         }
         if generation != 0 {
-            let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
+            let users: Vec<RawStream> = uses.iter().map(|u| u.on().noted()).collect();
             notify_observer(
                 timeline.driver(),
                 generation,

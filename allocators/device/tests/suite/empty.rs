@@ -1,5 +1,5 @@
-//! Tests of empty blocks and buffers: an allocator of device memory gives one for no bytes. It takes
-//! no memory, and everything that takes a block takes it.
+//! Tests of empty blocks and buffers: an allocator of device memory gives one for no bytes. It
+//! takes no memory, and everything that takes a block takes it.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 use crate::support::{MIB, Rig};

@@ -1,5 +1,5 @@
-//! Tests of public sizes as large as their types allow: each is refused with a typed error, or served
-//! as any large size is. Arithmetic never overflows.
+//! Tests of public sizes as large as their types allow: each is refused with a typed error, or
+//! served as any large size is. Arithmetic never overflows.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 use crate::support::{MIB, Rig};
@@ -53,24 +53,26 @@ fn handles_larger_than_the_device_are_refused_when_the_pool_is_opened() {
 }
 
 #[test]
-fn a_device_with_any_amount_of_memory_serves_every_kind_of_block() {
+fn a_device_with_any_amount_of_memory_serves_blocks_or_refuses_them_with_an_error() {
     for capacity in HUGE {
         let sim = Sim::h200(1).symbolic().capacity(capacity);
         let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
         let s = pool.stream().unwrap();
         let block = pool.alloc(&s, Request::bytes(MIB)).unwrap();
         let stable = pool.alloc_stable(&s, Request::bytes(MIB)).unwrap();
-        // Needs addresses for twice the memory, which this driver does not have.
-        let refused = pool.parkable(Tag::named("of a huge device")).unwrap_err();
-        assert!(matches!(&refused, MemoryError::Driver(e) if e.is_out_of_memory()), "{refused}");
+        // These need as many addresses as the device has memory, and the driver has no more.
+        let tag = Tag::named("of a huge device");
+        for refused in [pool.parkable(tag).map(drop), pool.graph_pool().map(drop)] {
+            let refused = refused.unwrap_err();
+            assert!(matches!(&refused, MemoryError::Driver(e) if e.is_out_of_memory()));
+        }
         let mut reserved = pool.reserve::<u8>(&s, 8 << 20).unwrap();
         reserved.commit_to(1).unwrap();
-        let graphs = pool.graph_pool().unwrap();
         for bytes in [1 << 50, i64::MAX as u64] {
             let refused = pool.alloc(&s, Request::bytes(bytes)).unwrap_err();
             assert!(matches!(refused, MemoryError::OutOfMemory(_)), "{bytes}: {refused}");
         }
-        drop((block, stable, reserved, graphs));
+        drop((block, stable, reserved));
         pool.trim(0).unwrap();
         assert_eq!(pool.stats().physical, 0);
         assert!(sim.violations().is_empty());

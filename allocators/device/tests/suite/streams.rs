@@ -436,3 +436,18 @@ fn a_stream_with_the_handle_of_a_destroyed_one_is_not_taken_for_it() {
     rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();
     rig.assert_silent();
 }
+
+#[test]
+fn the_oracle_knows_a_threads_default_stream_on_every_thread() {
+    let rig = Rig::stepped(16);
+    let own = rig.pool.streams().thread_default().unwrap();
+    let s = rig.stream();
+    let block = rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();
+    let (whole, generation) = (range(&block), Some(block.generation()));
+    let used = block.prepare(&own, Access::Write).unwrap();
+    // Another thread frees it, and may say which stream still uses it.
+    thread::scope(|scope| scope.spawn(move || drop(block)).join().unwrap());
+    rig.sim.access(own.raw(), whole, Access::Write, generation).unwrap();
+    used.finish().unwrap();
+    rig.assert_silent();
+}

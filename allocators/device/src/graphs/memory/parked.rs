@@ -217,7 +217,7 @@ impl GraphMemory {
     /// their own if it is `None`.
     fn notify_resident(&self, state: &State, on: Option<&Stream>) {
         self.notify_blocks(state, |live| Ownership::Live {
-            stream: on.map_or(live.owner_stream.raw(), Stream::raw),
+            stream: on.map_or(live.owner_stream.noted(), Stream::raw),
             generation: live.generation,
         });
     }

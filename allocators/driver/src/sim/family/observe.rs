@@ -1,12 +1,27 @@
 //! The observer for notes of pools.
 
 use crate::{
-    BlockNote, DeviceRange, HostAccess, Observer,
-    sim::machine::{Machine, caller_site},
+    BlockNote, DeviceRange, HostAccess, Observer, RawStream,
+    sim::{
+        machine::{Machine, caller_site},
+        queue,
+    },
     site,
 };
 
 impl Observer for Machine {
+    #[expect(unsafe_code, reason = "makes the handle of a stream of this machine")]
+    fn on_every_thread(&self, stream: RawStream) -> RawStream {
+        match self.lock().stream(stream) {
+            Ok(index) => {
+                let handle = queue::stream_handle(self.machine_id, index);
+                // SAFETY: 1. It is a stream of this machine, which default streams are for ever.
+                unsafe { RawStream::from_raw(stream.device(), handle) }
+            }
+            Err(_) => stream,
+        }
+    }
+
     fn block(&self, note: BlockNote<'_>) {
         let (entered, own) = (site::entered(), caller_site());
         self.lock().record_owner(note, entered, own);
