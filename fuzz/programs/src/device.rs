@@ -1,7 +1,8 @@
 //! Programs over one device pool on the simulated GPU with its oracle.
 //!
 //! The bytes determine the pool's configuration, the operations on several streams, which driver
-//! calls fail, and when queued work runs. Invariants after every operation:
+//! calls fail, and when queued work runs. In one program of three, blocks are also allocated, used
+//! and freed on the default streams of several threads. Invariants after every operation:
 //!
 //! - the pool's account agrees with a model and with the device's free memory;
 //! - the reported peaks are the true ones, within the error that is promised;
@@ -27,7 +28,7 @@ use aquifer_driver::{
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use aquifer_stream::{Stream, StreamLifetime, Use};
-use std::time::Duration;
+use std::{thread, time::Duration};
 
 /// Accesses are declared for blocks that the program holds, on streams of an idle device.
 const OURS: &str = "an access to a block of ours";
@@ -49,7 +50,7 @@ const FAULTS: [Call; 10] = [
 ];
 
 /// The operations, weighted by repetition.
-const OPS: [Op; 24] = [
+const OPS: [Op; 26] = [
     Op::Alloc,
     Op::Alloc,
     Op::Alloc,
@@ -74,7 +75,12 @@ const OPS: [Op; 24] = [
     Op::FromRaw,
     Op::Typed,
     Op::Retire,
+    Op::Thread,
+    Op::Thread,
 ];
+
+/// The stream of a block of another thread's default stream: none that this thread can use.
+const AWAY: usize = usize::MAX;
 
 #[derive(Clone, Copy, Debug)]
 enum Op {
@@ -92,6 +98,7 @@ enum Op {
     FromRaw,
     Typed,
     Retire,
+    Thread,
 }
 
 /// A live block whose raw address is in use.
@@ -138,6 +145,10 @@ struct World {
     most: u64,
     /// Whether blocks are checked: they have guards, and freed ones go to quarantine.
     checked: bool,
+    /// Whether default streams of threads are used, this thread's among them.
+    threaded: bool,
+    /// The number of other threads so far.
+    threads: usize,
     peaks: TruePeaks,
 }
 
@@ -236,6 +247,11 @@ impl World {
         let isolated = bytes.choice(4) == 0;
         let third = if isolated { pool.streams().lease_isolated() } else { pool.stream() };
         streams.push(third.expect("a stream of an idle device"));
+        // What a quarantine holds of ended threads goes back only after several trims.
+        let threaded = bytes.choice(3) == 0 && !checked;
+        if threaded {
+            streams.push(pool.streams().thread_default().expect("a stream of an idle device"));
+        }
         let foreign =
             sim.driver().stream_create(DeviceId(0), 0).expect("a stream of an idle device");
         let fenced = bytes.choice(3) == 0;
@@ -262,6 +278,8 @@ impl World {
             shares,
             most,
             checked,
+            threaded,
+            threads: 0,
             peaks: TruePeaks::default(),
         }
     }
@@ -285,6 +303,7 @@ impl World {
             Op::FromRaw => self.take_raw(bytes),
             Op::Typed => self.typed(bytes),
             Op::Retire => self.retire(bytes),
+            Op::Thread => self.thread(bytes),
         }
     }
 
@@ -300,7 +319,7 @@ impl World {
 
     fn fail(&mut self, bytes: &mut Bytes<'_>) {
         let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
-        if self.fenced && matches!(call, Call::EventCreate | Call::EventRecord) {
+        if (self.fenced || self.threaded) && matches!(call, Call::EventCreate | Call::EventRecord) {
             // A block that cannot be fenced when required is held back permanently.
             return;
         }
@@ -391,6 +410,40 @@ impl World {
         self.live.push(Live { block, stream });
     }
 
+    /// Uses a block of ours on the default stream of a new thread, and allocates one there. The
+    /// thread frees each of them or leaves it to us.
+    fn thread(&mut self, bytes: &mut Bytes<'_>) {
+        if !self.threaded {
+            return;
+        }
+        self.threads += 1;
+        // No other stream gets what an ended thread has used or freed, unless the device is idle.
+        self.shares = false;
+        let (which, size) = (usize::from(bytes.u8()), u64::from(bytes.u16()) << 4);
+        let (keeps, leaves) = (bytes.flag(), bytes.flag());
+        let ours = which.checked_rem(self.live.len()).map(|at| self.live.swap_remove(at));
+        let (sim, pool) = (&self.sim, &self.pool);
+        let work = move || {
+            let own = pool.streams().thread_default().expect("a stream of an idle device");
+            let ours = ours.map(|Live { block, stream }| {
+                let mut buffer = DeviceBuffer::<u8>::from_block(block).expect("any length fits");
+                // Refused while a use is open, if a fault is planned, or if only another thread can
+                // tell when the work before it is done.
+                let _ = own.fill(&mut buffer, 3);
+                Live { block: buffer.into_block(), stream }
+            });
+            let theirs = pool.alloc(&own, Request::bytes(size)).ok().map(|block| {
+                sim.access(own.raw(), range_of(&block), Access::Write, Some(block.generation()))
+                    .expect(OURS);
+                Live { block, stream: AWAY }
+            });
+            [ours.filter(|_| keeps), theirs.filter(|_| leaves)]
+        };
+        let left = thread::scope(|threads| threads.spawn(work).join());
+        let left = left.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        self.live.extend(left.into_iter().flatten().filter(|live| live.block.bytes() > 0));
+    }
+
     /// Ends the foreign stream. Its blocks stay live.
     fn retire(&mut self, bytes: &mut Bytes<'_>) {
         let last = self.streams.len() - 1;
@@ -422,7 +475,7 @@ impl World {
     }
 
     fn is_gone(&self, stream: usize) -> bool {
-        self.foreign.is_none() && stream == self.streams.len() - 1
+        stream == AWAY || self.foreign.is_none() && stream == self.streams.len() - 1
     }
 
     fn pick_stream(&self, bytes: &mut Bytes<'_>) -> usize {
@@ -442,6 +495,9 @@ impl World {
         let align = 1 << bytes.choice(22);
         let answer = self.pool.alloc(&self.streams[stream], Request::bytes(size).align(align));
         match answer {
+            Ok(block) if size == 0 => {
+                assert_eq!((block.address(), block.bytes(), block.capacity()), (0, 0, 0));
+            }
             Ok(block) => {
                 assert!(block.bytes() == size && block.capacity() >= size, "a short block");
                 assert_eq!(block.address() % align.max(512), 0, "a misaligned block");
@@ -469,7 +525,6 @@ impl World {
                     .expect(OURS);
                 self.live.push(Live { block, stream });
             }
-            Err(MemoryError::ZeroSize) => assert_eq!(size, 0),
             Err(MemoryError::OutOfMemory(error)) => {
                 assert_eq!(error.requested, size);
                 let fits = error.largest_free >= size.next_multiple_of(512) + align.max(512);
@@ -489,7 +544,7 @@ impl World {
         let Live { block, .. } = self.live.swap_remove(at);
         let calls = self.sim.driver().calls().made();
         drop(block);
-        if !self.checked && !self.fenced {
+        if !self.checked && !self.fenced && !self.threaded {
             assert_eq!(calls, self.sim.driver().calls().made(), "a free called the driver");
         }
     }
@@ -537,6 +592,7 @@ impl World {
                 "busy with nothing open"
             ),
             Err(MemoryError::Driver(_)) => {}
+            Err(MemoryError::OtherThread { .. }) => assert!(self.threads > 0, "all on one thread"),
             Err(other) => panic!("{other:?}"),
         }
     }
@@ -566,7 +622,10 @@ impl World {
         let stream = self.pick_stream(bytes);
         let Live { block, stream: home } = &self.live[at];
         let others = self.open.iter().any(|o| o.range.address == block.address());
-        if others || self.streams[stream].wait_for(&self.streams[*home]).is_err() {
+        if others || self.is_gone(*home) {
+            return;
+        }
+        if self.streams[stream].wait_for(&self.streams[*home]).is_err() {
             return;
         }
         // Reads may run concurrently with other reads. A prepare would wait for earlier writes of
@@ -604,7 +663,8 @@ impl World {
         }
         // Of checked blocks the model does not know the guards.
         let live = (!self.checked).then_some(live);
-        self.peaks.check(&self.pool, &stats, self.streams.len(), (live, Some(requested)));
+        let streams = self.streams.len() + self.threads;
+        self.peaks.check(&self.pool, &stats, streams, (live, Some(requested)));
         assert_eq!(stats.blocks, (self.live.len() + self.out.len()) as u64);
         assert_eq!(stats.physical, self.budget.used(), "what is charged is what is held");
         let memory = self.sim.driver().memory_info(DeviceId(0)).expect("an idle device tells");

@@ -227,6 +227,8 @@ fn went<T>(answer: Result<T>) -> Option<T> {
             | MemoryError::Busy { .. }
             | MemoryError::Parked { .. }
             | MemoryError::TimedOut
+            // A block that a thread has left on its default stream.
+            | MemoryError::OtherThread { .. }
             | MemoryError::Capturing { .. },
         ) => None,
         Err(other) => panic!("{other:?}"),

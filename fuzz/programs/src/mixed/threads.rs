@@ -61,9 +61,9 @@ impl World {
         }
     }
 
-    /// Runs one thread per pool that allocates, uses and frees on its own stream, while limits
-    /// change and a driver call may stall. The program keeps the blocks that the threads still
-    /// hold.
+    /// Runs one thread per pool that allocates, uses and frees on a stream of the pool and on its
+    /// own default stream, while limits change and a driver call may stall. The program keeps the
+    /// blocks that the threads still hold.
     pub(super) fn phase(&mut self, bytes: &mut Bytes<'_>) {
         let seeds = [bytes.u64(), bytes.u64(), bytes.u64()];
         let limits: Vec<(usize, u64)> = (0..bytes.choice(6))
@@ -118,7 +118,9 @@ fn work(sim: &Sim, pool: &DevicePool, stream: &Stream, seed: u64) -> Vec<Block> 
     let script = seeded(seed, 6 * WORK);
     let mut bytes = Bytes::new(&script);
     let mut blocks: Vec<Block> = Vec::new();
+    let Some(own) = went(pool.streams().thread_default()) else { return blocks };
     for _ in 0..WORK {
+        let stream = if bytes.choice(4) == 0 { &own } else { stream };
         match bytes.choice(8) {
             0..=3 => {
                 let size = (u64::from(bytes.u16()) << bytes.choice(6)) + 1;
