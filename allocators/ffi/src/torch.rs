@@ -164,6 +164,10 @@ pub extern "C" fn aq_torch_free(
 ) -> aq_status {
     enter(|| {
         let (runtime, address) = (default_runtime()?, memory.addr() as u64);
+        if address == 0 {
+            // An empty block, whose free PyTorch does not report.
+            return Ok(());
+        }
         if sharing::any() {
             sharing::forget(address);
         }

@@ -45,6 +45,9 @@ int main(void) {
     CHECK(memory == stream);
     OK(aq_torch_malloc(0, 0, stream, &memory));
     CHECK(memory == NULL);
+    OK(aq_torch_record_stream(memory, other));
+    OK(aq_torch_free(memory, 0, 0, stream));
+    ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_torch_malloc((ptrdiff_t)1 << 50, 0, stream, &memory));
 
     /* A caller with only the address frees by it, on any device. */
     for (int n = 0; n < 64; n++) {
