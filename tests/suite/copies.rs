@@ -538,7 +538,7 @@ fn work_on_a_stream_of_one_pool_copies_and_fills_memory_of_another_in_order() {
 
     t.fill(&mut y, 1).unwrap();
     s.copy(&y, x).unwrap(); // the pool of `y` does not lease `s`
-    t.copy(x, &mut y).unwrap();
+    t.copy(&*x, &mut y).unwrap();
     s.fill(&mut y, 2).unwrap();
     t.copy_2d(&y, x, Grid::new(1024, 512)).unwrap();
     assert_eq!(read(&t, x)[..1 << 19], vec![2; 1 << 19]);

@@ -139,7 +139,7 @@ fn requests_beyond_the_arena_are_refused_and_change_nothing() {
     let huge = MemoryError::TooLarge { requested: u64::MAX, limit: 9_488 };
     assert_eq!(arena.alloc::<u64>(usize::MAX).unwrap_err(), huge);
     assert_eq!(arena.alloc::<()>(1).unwrap_err(), MemoryError::ZeroSize);
-    assert!(arena.alloc::<u64>(0).unwrap().is_empty());
+    assert_eq!(arena.alloc::<u64>(0).unwrap().range().bytes, 0);
     let mut part = arena.alloc::<u8>(9_488).unwrap();
     assert!(matches!(part.slice_mut(9_000..9_489), Err(MemoryError::OutOfRange { .. })));
     assert!(matches!(arena.alloc::<u8>(1), Err(MemoryError::TooLarge { limit: 0, .. })));

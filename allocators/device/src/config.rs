@@ -83,15 +83,15 @@ pub struct PoolConfig {
     /// Default: `false`.
     pub compact: bool,
     /// Bytes that may be idle in the pool: held, and not in live blocks. When a slow path of any
-    /// stream has served its request, after [`Stream::synchronize`] of a stream of the pool, and in
+    /// stream has served its request, after a stream of the pool is
+    /// [synchronised](aquifer_stream::Stream::synchronize), and in
     /// [`DevicePool::poll`](crate::DevicePool::poll), whole handles above this bound go back to the
     /// driver as far as their work is known to be done (`cuMemUnmap`, `cuMemRelease`). Nothing
     /// blocks, and a request served by a stream's cache does not check the bound.
     ///
     /// [`DevicePool::trim`](crate::DevicePool::trim) gives back as much, whatever its argument.
-    /// Memory that was given back for this
-    /// bound and taken again is kept on top of it, so that a loop pays once. This ends with the
-    /// next trim to fewer bytes than are held.
+    /// Memory that was given back for this bound and taken again is kept on top of it, so that a
+    /// loop pays once. This ends with the next trim to fewer bytes than are held.
     ///
     /// Devices without virtual memory wait for the device when memory goes back, so only a trim
     /// applies the bound there.

@@ -211,7 +211,7 @@ impl<T: Pod> Reserved<T> {
     /// block like it.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`]; [`MemoryError::OutOfMemory`], also if the limit of the tenant
+    /// [`MemoryError::OutOfRange`]; [`MemoryError::OutOfMemory`], also if the limit of the tenant
     /// or of the tag refuses; [`MemoryError::Closed`] if the pool is closed; [`MemoryError::Busy`]
     /// if memory that was just decommitted has an unfinished prepared use; the driver's. In each
     /// case nothing has changed.
@@ -278,7 +278,7 @@ impl<T: Pod> Reserved<T> {
     /// driver call, unless a stream has to be fenced at once, and never blocks.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     #[track_caller]
     pub fn decommit(&mut self, range: Range<usize>) -> Result<u64> {
         let _site = site::enter();
@@ -339,7 +339,7 @@ impl<T: Pod> Reserved<T> {
     /// Returns a view of `range` for reading. All its elements must be committed.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`]; [`MemoryError::Uncommitted`] with the first part without
+    /// [`MemoryError::OutOfRange`]; [`MemoryError::Uncommitted`] with the first part without
     /// memory.
     pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
         let (offset, len) = self.check_committed(&range)?;

@@ -335,7 +335,7 @@ impl StableBlock {
     /// Returns a view of the elements in `range`, counted from its start, for reading.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn slice<T: Pod>(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
         let (offset, len) = bounds::<T>(&range, self.bytes())?;
         Ok(DeviceSlice::of(&self.block, offset, len))
@@ -344,7 +344,7 @@ impl StableBlock {
     /// Returns a view of the elements in `range`, counted from its start, for writing.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`].
+    /// [`MemoryError::OutOfRange`].
     pub fn slice_mut<T: Pod>(&mut self, range: Range<usize>) -> Result<DeviceSliceMut<'_, T>> {
         let (offset, len) = bounds::<T>(&range, self.bytes())?;
         Ok(DeviceSliceMut::of(&self.block, offset, len))
