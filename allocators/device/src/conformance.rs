@@ -181,10 +181,12 @@ pub fn conformance(
     seed: u64,
 ) -> Result<(), BrokenPromise> {
     let Some(first) = streams.first() else { return Ok(()) };
-    for (bytes, align) in [(0, BLOCK_ALIGN), (BLOCK_ALIGN, 3)] {
-        if resource.allocate(first, Request::bytes(bytes).align(align)).is_ok() {
-            return Err(BrokenPromise::Granted { bytes, align });
-        }
+    if let Err(error) = resource.allocate(first, Request::bytes(0)) {
+        return Err(BrokenPromise::Refused { bytes: 0, error });
+    }
+    let (bytes, align) = (BLOCK_ALIGN, 3);
+    if resource.allocate(first, Request::bytes(bytes).align(align)).is_ok() {
+        return Err(BrokenPromise::Granted { bytes, align });
     }
     let before = resource.stats().blocks;
     // The seed must not be 0, the generator's only fixed point.
