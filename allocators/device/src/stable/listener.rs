@@ -1,16 +1,23 @@
 //! Sockets of servers: bound at a path or in the abstract namespace, and connected to in time.
 
-use super::error::ShareError;
-use nix::sys::socket::{
-    AddressFamily, SockFlag, SockType, UnixAddr, connect as connect_socket, socket,
+use super::{error::ShareError, forks::Unforked};
+use nix::{
+    fcntl::{OFlag, open},
+    sys::{
+        socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect as connect_socket, socket},
+        stat::Mode,
+    },
+    unistd::geteuid,
 };
 use std::{
+    ffi::CString,
     fs::{self, File, TryLockError},
     io,
     os::{
         fd::AsRawFd,
         linux::net::SocketAddrExt,
         unix::{
+            ffi::OsStrExt,
             fs::{FileTypeExt, MetadataExt},
             net::{SocketAddr, UnixListener, UnixStream},
         },
@@ -20,7 +27,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a server waits for others that bind in its folder, and for one that may be dead.
+/// How long a server waits for others that bind at its path, and for one that may be dead.
 const BIND_WAIT: Duration = Duration::from_secs(1);
 
 /// The file of a bound socket.
@@ -42,16 +49,20 @@ impl SocketFile {
     }
 }
 
-/// Binds a socket. A file that a dead server has left is replaced: processes that bind in the same
-/// folder do so one after the other, by a lock on the folder that ends with its process.
+/// Binds a socket, which accepts without waiting. A file that a dead server has left is replaced:
+/// processes of this user that bind at the same path do so one after the other.
 pub(super) fn listen(
     address: &SocketAddr,
-) -> Result<(UnixListener, Option<SocketFile>), ShareError> {
-    let Some(path) = address.as_pathname() else {
-        return Ok((UnixListener::bind_addr(address)?, None));
+) -> Result<(Unforked<UnixListener>, Option<SocketFile>), ShareError> {
+    let bind = || {
+        Unforked::open(|| {
+            let listener = UnixListener::bind_addr(address)?;
+            listener.set_nonblocking(true)?;
+            Ok(listener)
+        })
     };
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let _locked = lock_folder(folder.unwrap_or(Path::new(".")))?;
+    let Some(path) = address.as_pathname() else { return Ok((bind()?, None)) };
+    let _locked = BindLock::take(path)?;
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(error.into()),
@@ -66,23 +77,63 @@ pub(super) fn listen(
             Err(error) => return Err(error),
         },
     }
-    let listener = UnixListener::bind_addr(address)?;
+    let listener = bind()?;
     let found = fs::symlink_metadata(path)?;
     let file = SocketFile { path: path.to_owned(), identity: (found.dev(), found.ino()) };
     Ok((listener, Some(file)))
 }
 
-fn lock_folder(folder: &Path) -> Result<File, ShareError> {
-    let (folder, deadline) = (File::open(folder)?, Instant::now() + BIND_WAIT);
-    loop {
-        match folder.try_lock() {
-            Ok(()) => return Ok(folder),
-            Err(TryLockError::Error(error)) => return Err(error.into()),
-            Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
+/// The right of one process of this user to bind at a path: a lock on a file beside it, which
+/// exists while it is held. Only this user can open the file, so no other one can lock it, as any
+/// reader of a folder can lock the folder.
+struct BindLock {
+    path: PathBuf,
+    _file: Unforked<File>,
+}
+
+impl BindLock {
+    /// Returns `None` where the name is taken by what is not a file of this user alone. Another
+    /// user can put that there, and must not keep a server from binding: without the lock, two
+    /// servers of this user that start at one moment may replace each other.
+    fn take(socket: &Path) -> Result<Option<Self>, ShareError> {
+        let mut name = socket.as_os_str().to_owned();
+        name.push(".lock");
+        let raw = CString::new(name.as_bytes()).map_err(io::Error::from)?;
+        let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
+        let flags = flags | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
+        let (path, deadline) = (PathBuf::from(name), Instant::now() + BIND_WAIT);
+        loop {
+            let open = || Ok(File::from(open(&*raw, flags, Mode::S_IRUSR | Mode::S_IWUSR)?));
+            // A folder that cannot be written to refuses the socket too.
+            let Ok(file) = Unforked::open(open) else { return Ok(None) };
+            let Some(opened) = file.get() else { return Ok(None) };
+            let found = opened.metadata()?;
+            let is_private = found.uid() == geteuid().as_raw() && found.mode() & 0o077 == 0;
+            if !found.is_file() || !is_private {
+                return Ok(None);
+            }
+            match opened.try_lock() {
+                Ok(()) => {
+                    // The last holder may have removed it meanwhile.
+                    let named = fs::symlink_metadata(&path).map(|named| (named.dev(), named.ino()));
+                    if named.is_ok_and(|named| named == (found.dev(), found.ino())) {
+                        return Ok(Some(Self { path, _file: file }));
+                    }
+                }
+                Err(TryLockError::Error(error)) => return Err(error.into()),
+                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(1)),
+            }
+            if Instant::now() >= deadline {
                 return Err(ShareError::TimedOut);
             }
-            Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(1)),
         }
+    }
+}
+
+impl Drop for BindLock {
+    fn drop(&mut self) {
+        // Under the lock. A file that is left is locked by the next process.
+        let _removed = fs::remove_file(&self.path);
     }
 }
 

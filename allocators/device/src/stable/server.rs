@@ -5,14 +5,18 @@
 //!   server:  whether it has one, its generation      then the message of `share`
 //! ```
 //!
-//! Both sides refuse a process of another user, whatever the permissions of the socket's file. Each
-//! step of the server has a time limit, so that an opener that stops does not stop the server; an
-//! opener has one limit for all. A request that is no request ends its connection only.
+//! Both sides refuse a process of another user, whatever the permissions of the socket's file. One
+//! thread answers all openers, and waits for none of them: each step of an opener has a time limit,
+//! and when all places are taken, the one that has the least time left has to go. An opener has one
+//! limit for all steps. A request that is no request ends its connection only. Forked children have
+//! none of the sockets.
 #![expect(unsafe_code, reason = "imports memory that others work with")]
 
 use super::{
     ReceivedBlock, SharedBlock,
+    conversation::Conversation,
     error::ShareError,
+    forks::Unforked,
     listener::{SocketFile, connect, listen},
     share::check_peer,
     wire::{Answer, Connection, OpenRequest, Patience},
@@ -21,16 +25,18 @@ use crate::DevicePool;
 use aquifer_core::Result;
 use aquifer_driver::site;
 use aquifer_stream::Stream;
-use nix::sys::socket::{Shutdown, shutdown};
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::socket::{Shutdown, shutdown},
+};
 use std::{
     collections::HashMap,
-    fmt,
+    fmt, io,
     mem::{self, ManuallyDrop},
     os::{
-        fd::AsRawFd,
-        unix::net::{SocketAddr, UnixListener, UnixStream},
+        fd::{AsFd, AsRawFd, BorrowedFd},
+        unix::net::{SocketAddr, UnixListener},
     },
-    process,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -39,14 +45,20 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-/// How long the server waits in each step for an opener that does not read or write.
-const STEP: Duration = Duration::from_secs(2);
+/// The most openers at one time.
+const MOST_OPENERS: usize = 64;
+/// The pause when the system refuses a socket or a wait. It may have what is missing later.
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// Serves blocks by name to other processes of the same user, over a Unix socket.
 ///
-/// One thread answers, one opener after the other. An opener that stops delays the others by at
-/// most two seconds for each step. Dropping the server ends the service, and removes the socket's
-/// file. After a `SIGKILL` the file is left, and the next server at its path replaces it.
+/// One thread answers all openers, up to 64 at a time. One that stops or says nothing delays no
+/// other: it is dropped after two seconds in one step, or when another one needs its place.
+///
+/// Dropping the server ends the service, and removes the socket's file. After a `SIGKILL` the file
+/// is left, and the next server at its path replaces it. A child of a fork has no part in the
+/// service, and ends with nothing of it: openers find [`ShareError::NoServer`] as soon as the
+/// process that has bound the socket has died.
 ///
 /// A block that an opener has mapped stays mapped there when it is withdrawn, when the server is
 /// dropped, and when the process ends. The memory of a [`StableBlock`](crate::StableBlock) holds
@@ -85,14 +97,13 @@ const STEP: Duration = Duration::from_secs(2);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct ShareServer {
+    /// A forked child has a copy, without the thread and the socket.
     service: Arc<Service>,
-    /// The process that has bound the socket. A forked child has a copy, without the thread.
-    process: u32,
 }
 
 /// What the thread of a server shares with its handle.
 struct Service {
-    listener: UnixListener,
+    listener: Unforked<UnixListener>,
     file: Option<SocketFile>,
     blocks: Mutex<ServedBlocks>,
     is_over: AtomicBool,
@@ -109,43 +120,116 @@ impl Service {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Answers openers, one after the other, until the server is dropped.
+    /// Answers openers until the server is dropped. What was asked until then is answered.
     fn run(&self) {
-        while !self.is_over.load(Relaxed) {
-            match self.listener.accept() {
-                // An opener that is refused or gone is no reason to stop.
-                Ok((socket, _)) => drop(self.answer(&socket)),
-                // No descriptors are left, for example. They may be later.
-                Err(_) => thread::sleep(Duration::from_millis(10)),
+        let mut openers = Vec::new();
+        let Some(listener) = self.listener.get() else { return };
+        loop {
+            let is_over = self.is_over.load(Relaxed);
+            if is_over {
+                openers.retain(|opener: &Conversation| !opener.is_idle());
+                if openers.is_empty() {
+                    return;
+                }
+            }
+            let (has_new, ready) = wait((!is_over).then(|| listener.as_fd()), &openers);
+            let (now, mut ready) = (Instant::now(), ready.into_iter());
+            // The opener may end, or what it says may be wrong: that is the same to the others.
+            openers.retain_mut(|opener| {
+                let advanced = match ready.next() {
+                    Some(true) => opener.advance(|request| self.find(request)),
+                    _ => Err(ShareError::TimedOut),
+                };
+                matches!(advanced, Err(ShareError::TimedOut)) && now < opener.deadline
+            });
+            if has_new {
+                accept(listener, &mut openers);
             }
         }
     }
 
-    fn answer(&self, socket: &UnixStream) -> Result<(), ShareError> {
-        check_peer(socket)?;
-        let connection = Connection::new(socket, Patience::EachStep(STEP));
-        let mut message = [0; OpenRequest::BYTES];
-        connection.receive(&mut message, 0)?;
-        let request = OpenRequest::decode(&message)?;
-        let found = self.lock().by_name.get(&request.name).cloned();
-        let (answer, block) = match found {
+    fn find(&self, request: &OpenRequest) -> (Answer, Option<Arc<SharedBlock>>) {
+        // A last reference is dropped by the caller, which may call the driver: not under the lock.
+        match self.lock().by_name.get(&request.name) {
             None => (Answer::NotServed, None),
-            Some((generation, _)) if generation == request.known => {
-                (Answer::Unchanged(generation), None)
+            Some((generation, _)) if *generation == request.known => {
+                (Answer::Unchanged(*generation), None)
             }
-            Some((generation, block)) => (Answer::Follows(generation), Some(block)),
-        };
-        connection.send(&answer.encode(), &[])?;
-        // The last reference may be dropped here, which may call the driver: not under the lock.
-        block.map_or(Ok(()), |block| block.send_over(&connection))
+            Some((generation, block)) => (Answer::Follows(*generation), Some(block.clone())),
+        }
+    }
+}
+
+/// Waits until a socket is ready, or the time of an opener is up. Returns whether there are new
+/// openers, and of each opener whether it is ready.
+fn wait(listener: Option<BorrowedFd<'_>>, openers: &[Conversation]) -> (bool, Vec<bool>) {
+    let of = |opener: &Conversation| match opener.is_sending() {
+        true => PollFlags::POLLOUT,
+        false => PollFlags::POLLIN,
+    };
+    let of_openers = openers.iter().filter_map(|opener| Some((opener.fd()?, of(opener))));
+    let of_listener = listener.map(|listener| (listener, PollFlags::POLLIN));
+    let polled = of_openers.chain(of_listener).map(|(fd, events)| PollFd::new(fd, events));
+    let mut polled: Vec<_> = polled.collect();
+    let next = openers.iter().map(|opener| opener.deadline).min();
+    let timeout = next.map_or(PollTimeout::NONE, |next| {
+        let left = next.saturating_duration_since(Instant::now()).as_millis();
+        // Rounded up, so that the time is up when the wait ends.
+        PollTimeout::from(u16::try_from(left + 1).unwrap_or(u16::MAX))
+    });
+    match poll(&mut polled, timeout) {
+        Ok(_) => {
+            let mut ready: Vec<bool> =
+                polled.iter().map(|polled| polled.any().unwrap_or(true)).collect();
+            (listener.is_some() && ready.pop() == Some(true), ready)
+        }
+        Err(error) => {
+            if error != nix::Error::EINTR {
+                thread::sleep(PAUSE);
+            }
+            (false, Vec::new())
+        }
+    }
+}
+
+/// Accepts the openers that wait. Where there is no room, the one with the least time left goes.
+fn accept(listener: &UnixListener, openers: &mut Vec<Conversation>) {
+    let drop_oldest = |openers: &mut Vec<Conversation>| {
+        let oldest = openers.iter().enumerate().min_by_key(|(_, opener)| opener.deadline);
+        if let Some((oldest, _)) = oldest {
+            openers.remove(oldest);
+        }
+    };
+    for _ in 0..MOST_OPENERS {
+        let accepted = Unforked::open(|| {
+            let (socket, _) = listener.accept()?;
+            socket.set_nonblocking(true)?;
+            Ok(socket)
+        });
+        match accepted {
+            Ok(socket) if socket.get().is_some_and(|socket| check_peer(socket).is_ok()) => {
+                if openers.len() == MOST_OPENERS {
+                    drop_oldest(openers);
+                }
+                openers.push(Conversation::new(socket));
+            }
+            // A process of another user, which takes no place.
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(_) => {
+                // No descriptors are left, for example.
+                drop_oldest(openers);
+                return thread::sleep(PAUSE);
+            }
+        }
     }
 }
 
 impl ShareServer {
     /// Binds a socket and starts the thread that answers. The address is a path, or a name in the
     /// abstract namespace, which is that of the network namespace. A file that a dead server has
-    /// left at the path is replaced. Waits up to a second for other processes that bind in the same
-    /// folder.
+    /// left at the path is replaced. Waits up to a second for other processes of this user that
+    /// bind at the same path. Meanwhile there is a file next to it, whose name ends in `.lock`.
     ///
     /// # Errors
     /// [`ShareError::Io`], such as [`AddrInUse`](std::io::ErrorKind::AddrInUse) if another process
@@ -159,7 +243,7 @@ impl ShareServer {
         let blocks = Mutex::new(ServedBlocks { last_generation, by_name: HashMap::new() });
         let is_over = AtomicBool::new(false);
         let service = Arc::new(Service { listener, file, blocks, is_over });
-        let server = Self { service: service.clone(), process: process::id() };
+        let server = Self { service: service.clone() };
         thread::Builder::new().name("aquifer-share".into()).spawn(move || service.run())?;
         Ok(server)
     }
@@ -192,25 +276,25 @@ impl ShareServer {
     /// Returns whether this is the process that has bound the socket, and not a child of a fork.
     #[must_use]
     pub fn is_of_this_process(&self) -> bool {
-        self.process == process::id()
+        self.service.listener.is_of_this_process()
     }
 }
 
 impl Drop for ShareServer {
     /// Neither waits for the thread nor blocks. A transfer that has begun goes on.
     fn drop(&mut self) {
-        if !self.is_of_this_process() {
-            // The socket, its file and the memory are the parent's, and the lock may be held by a
-            // thread that a forked child does not have.
+        let Some(listener) = self.service.listener.get() else {
+            // The file and the memory are the parent's, and the lock may be held by a thread that a
+            // forked child does not have.
             let _kept = ManuallyDrop::new(self.service.clone());
             return;
-        }
+        };
         self.service.is_over.store(true, Relaxed);
         if let Some(file) = &self.service.file {
             file.remove();
         }
-        // On Linux this wakes the thread that accepts.
-        let _woken = shutdown(self.service.listener.as_raw_fd(), Shutdown::Both);
+        // On Linux this wakes the thread that waits.
+        let _woken = shutdown(listener.as_raw_fd(), Shutdown::Both);
         let withdrawn = mem::take(&mut self.service.lock().by_name);
         drop(withdrawn);
     }
@@ -285,7 +369,7 @@ impl ReceivedBlock {
 impl fmt::Debug for ShareServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ShareServer")
-            .field("address", &self.service.listener.local_addr().ok())
+            .field("address", &self.service.listener.get().and_then(|it| it.local_addr().ok()))
             .finish_non_exhaustive()
     }
 }

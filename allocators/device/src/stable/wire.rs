@@ -198,8 +198,6 @@ impl Answer {
 pub(super) enum Patience {
     /// As the socket's own timeouts say.
     OfSocket,
-    /// Each message for so long.
-    EachStep(Duration),
     /// All messages until then.
     Until(Instant),
 }
@@ -222,20 +220,13 @@ impl<'a> Connection<'a> {
         bytes: &[u8],
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<(), ShareError> {
-        let raw: Vec<RawFd> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
-        let rights = [ControlMessage::ScmRights(&raw)];
         let (mut sent, deadline) = (0, self.deadline());
         while sent < bytes.len() {
             if let Some(left) = time_left(deadline)? {
                 self.socket.set_write_timeout(Some(left))?;
             }
-            let control = if sent == 0 && !raw.is_empty() { &rights[..] } else { &[] };
-            let (part, socket) = ([IoSlice::new(&bytes[sent..])], self.socket.as_raw_fd());
-            match sendmsg::<()>(socket, &part, control, MsgFlags::MSG_NOSIGNAL, None) {
-                Ok(count) => sent += count,
-                Err(nix::Error::EINTR) => {}
-                Err(error) => return Err(io::Error::from(error).into()),
-            }
+            let descriptors = if sent == 0 { descriptors } else { &[] };
+            sent += send_part(self.socket, &bytes[sent..], descriptors)?;
         }
         Ok(())
     }
@@ -271,7 +262,6 @@ impl<'a> Connection<'a> {
     fn deadline(&self) -> Option<Instant> {
         match self.patience {
             Patience::OfSocket => None,
-            Patience::EachStep(most) => Some(Instant::now() + most),
             Patience::Until(deadline) => Some(deadline),
         }
     }
@@ -280,6 +270,24 @@ impl<'a> Connection<'a> {
 fn time_left(deadline: Option<Instant>) -> Result<Option<Duration>, ShareError> {
     let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
     if left.is_some_and(|left| left.is_zero()) { Err(ShareError::TimedOut) } else { Ok(left) }
+}
+
+/// Sends once, and returns the number of bytes that were sent.
+pub(super) fn send_part(
+    socket: &UnixStream,
+    bytes: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+) -> Result<usize, ShareError> {
+    let raw: Vec<RawFd> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&raw)];
+    let control = if raw.is_empty() { &[] } else { &rights[..] };
+    let (part, flags) = ([IoSlice::new(bytes)], MsgFlags::MSG_NOSIGNAL);
+    loop {
+        match sendmsg::<()>(socket.as_raw_fd(), &part, control, flags, None) {
+            Err(nix::Error::EINTR) => {}
+            sent => return Ok(sent.map_err(io::Error::from)?),
+        }
+    }
 }
 
 /// Memory for the descriptors of one message, aligned as their header is.
@@ -292,7 +300,7 @@ const _: () = {
 
 /// Receives once. The descriptors are closed on `exec`. (nix's `recvmsg` loses the descriptors of a
 /// message that had more than could be opened.)
-fn receive_part(
+pub(super) fn receive_part(
     socket: &UnixStream,
     bytes: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,

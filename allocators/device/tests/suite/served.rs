@@ -28,7 +28,7 @@ use std::{
     os::{
         linux::net::SocketAddrExt,
         unix::{
-            fs::symlink,
+            fs::{OpenOptionsExt, PermissionsExt, symlink},
             net::{SocketAddr, UnixListener, UnixStream},
         },
     },
@@ -206,6 +206,55 @@ fn a_process_that_opens() {
     s.synchronize().unwrap();
     println!("written");
     wait_for_parent();
+}
+
+#[test]
+#[ignore = "is a process that another test starts"]
+fn a_process_that_serves_and_forks() {
+    let Some(address) = socket_of_parent() else { return };
+    let rig = exporting();
+    let server = ShareServer::bind(&address).unwrap();
+    serve(&rig, &server, "weights", 1);
+    // A connection that the server has accepted is inherited as well.
+    let _opener = UnixStream::connect_addr(&address).unwrap();
+    thread::sleep(Duration::from_millis(50));
+    // SAFETY: 1. The child only makes system calls that are safe there.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: 1. It takes nothing, and returns after a signal only.
+        unsafe { libc::pause() };
+        process::exit(0);
+    }
+    println!("forked {child}");
+    wait_for_parent();
+}
+
+/// Kills a process at the end, which is no child of this one.
+struct Killed(Pid);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ended = kill(self.0, Signal::SIGKILL);
+    }
+}
+
+#[test]
+fn a_forked_child_keeps_no_socket_of_its_dead_parent() {
+    let (folder, rig) = (Folder::new(), exporting());
+    let (address, s) = (folder.address(), rig.stream());
+    let mut owner = Other::start("served::a_process_that_serves_and_forks", &folder);
+    let child = Killed(Pid::from_raw(owner.says("forked").parse().unwrap()));
+    open(&rig.pool, &s, &address, "weights", SOON).unwrap().close().unwrap();
+    owner.kill();
+    kill(child.0, None).expect("the child lives on");
+    let begun = Instant::now();
+    let refused = open(&rig.pool, &s, &address, "weights", SOON).unwrap_err();
+    assert!(matches!(refused, ShareError::NoServer(_)), "{refused}");
+    let server = ShareServer::bind(&address).unwrap();
+    serve(&rig, &server, "weights", 3);
+    assert_eq!(read(&s, &open(&rig.pool, &s, &address, "weights", SOON).unwrap()), contents(3));
+    assert!(begun.elapsed() < SOON / 4, "{:?}", begun.elapsed());
+    kill(child.0, None).expect("the child lives on");
 }
 
 #[test]
@@ -466,6 +515,98 @@ fn a_server_replaces_no_file_that_is_not_a_dead_servers() {
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
     });
     assert_eq!(started.iter().filter(|server| server.is_ok()).count(), 1);
+}
+
+#[test]
+fn what_others_do_in_the_folder_keeps_no_server_from_binding() {
+    let folder = Folder::new();
+    let lock = folder.0.join("socket.lock");
+    let binds = |what: &str| {
+        let begun = Instant::now();
+        let bound = ShareServer::bind(&folder.address());
+        assert!(bound.is_ok(), "{what}: {bound:?}");
+        assert!(begun.elapsed() < Duration::from_millis(900), "{what}: it waits");
+    };
+    // Any user that can read a folder can lock it.
+    let reader = fs::File::open(&folder.0).unwrap();
+    reader.lock().unwrap();
+    binds("a lock on the folder");
+    assert!(!lock.exists(), "the file of the lock is removed");
+    symlink(&folder.0, &lock).unwrap();
+    binds("a link");
+    fs::remove_file(&lock).unwrap();
+    nix::unistd::mkfifo(&lock, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    binds("a pipe");
+    fs::remove_file(&lock).unwrap();
+    // What others can open they can lock.
+    let file = fs::File::create(&lock).unwrap();
+    file.set_permissions(fs::Permissions::from_mode(0o644)).unwrap();
+    file.lock().unwrap();
+    binds("a locked file that others can open");
+    assert!(lock.exists(), "it stays");
+    if nix::unistd::geteuid().is_root() {
+        file.set_permissions(fs::Permissions::from_mode(0o600)).unwrap();
+        nix::unistd::chown(&lock, Some(nix::unistd::Uid::from_raw(12345)), None).unwrap();
+        binds("a locked file of another user");
+    } else {
+        println!("skipped in part: only root can give files to another user");
+    }
+    drop(file);
+    fs::remove_file(&lock).unwrap();
+    // This user's own server that binds at this moment is waited for.
+    let mut options = fs::File::options();
+    let file = options.write(true).create(true).mode(0o600).open(&lock).unwrap();
+    file.lock().unwrap();
+    thread::scope(|threads| {
+        let bound = threads.spawn(|| ShareServer::bind(&folder.address()));
+        thread::sleep(Duration::from_millis(100));
+        assert!(!bound.is_finished());
+        file.unlock().unwrap();
+        bound.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn openers_that_stall_or_say_nothing_delay_no_other() {
+    let (folder, rig) = (Folder::new(), exporting());
+    let (s, server) = (rig.stream(), ShareServer::bind(&folder.address()).unwrap());
+    serve(&rig, &server, "weights", 1);
+    let mut request = [0; 88];
+    request[..8].copy_from_slice(b"aqask\0\0\x02");
+    request[16] = 7;
+    request[24..31].copy_from_slice(b"weights");
+    let mut stalled = Vec::new();
+    let mut connect = |said: &[u8]| {
+        let mut socket = connect(&folder);
+        socket.write_all(said).unwrap();
+        stalled.push(socket);
+    };
+    // Far less than the two seconds that one of them has.
+    let wait = Duration::from_millis(500);
+    let opens = |what: &str| {
+        let begun = Instant::now();
+        let opened = open(&rig.pool, &s, &folder.address(), "weights", wait);
+        let opened = opened.unwrap_or_else(|e| panic!("{what}: {e} after {:?}", begun.elapsed()));
+        opened.close().unwrap();
+    };
+    for _ in 0..10 {
+        connect(&request[..40]);
+    }
+    opens("half requests");
+    for _ in 0..10 {
+        connect(&request);
+    }
+    opens("answers that are not read");
+    for _ in 0..300 {
+        connect(&[]);
+    }
+    opens("idle connections");
+    // All of them are dropped in the end, also without others that need their places.
+    for mut socket in stalled {
+        let _reset = socket.read_to_end(&mut Vec::new());
+    }
+    opens("nothing");
+    rig.assert_silent();
 }
 
 /// Acts as another user, in the calling thread only. Returns whether the system allows it.
