@@ -9,10 +9,11 @@
 //! - every message ends with an answer, a closed connection or an error with a type, in time;
 //! - the server still serves: an opener that asks for a block gets its own generation;
 //! - no copy of a descriptor that was sent stays open;
+//! - a forked child has no socket of the server;
 //! - a message that was not changed is opened, with the bytes of its block.
 //!
 //! At the end nothing is mapped and no handle is left.
-#![expect(unsafe_code, reason = "opens memory that others work with")]
+#![expect(unsafe_code, reason = "opens memory that others work with, and forks")]
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::program::{Bytes, not_beside_alone};
@@ -22,10 +23,13 @@ use aquifer_device::{
 };
 use aquifer_driver::{DeviceId, ExportTypes, sim::Sim};
 use aquifer_stream::Stream;
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use nix::{
+    libc,
+    sys::socket::{ControlMessage, MsgFlags, UnixAddr, getsockname, sendmsg},
+};
 use std::{
     fs,
-    io::{self, IoSlice, Read},
+    io::{self, IoSlice, Read, Write},
     net::Shutdown,
     os::{
         fd::{AsRawFd, OwnedFd, RawFd},
@@ -243,10 +247,11 @@ impl World {
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
-        match bytes.choice(8) {
+        match bytes.choice(9) {
             0..=2 => self.stranger(bytes),
             3..=5 => self.other_server(bytes),
             6 => self.open(bytes),
+            7 => self.fork(bytes),
             _ => {
                 if !self.opened.is_empty() {
                     let at = usize::from(bytes.u8()) % self.opened.len();
@@ -305,6 +310,44 @@ impl World {
         }
         drop(socket);
         Self::check_closed(&messages);
+    }
+
+    /// Forks a child, perhaps while the server talks to an opener. The child says how many sockets
+    /// of the server it has, and ends.
+    fn fork(&self, bytes: &mut Bytes<'_>) {
+        let mut opener = UnixStream::connect_addr(&self.address).expect("the server listens");
+        if bytes.flag() {
+            opener.write_all(&request(NAMES[1], 0)).expect("the server listens");
+            opener.read_exact(&mut [0]).expect("the server answers");
+        }
+        let open = fs::read_dir("/proc/self/fd").expect("the descriptors of this process");
+        let numbers = open.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        let last: RawFd = numbers.max().expect("some are open");
+        let name = self.address.as_abstract_name().expect("it has a name");
+        let (mut said, says) = io::pipe().expect("a pipe");
+        // SAFETY: 1. The child only makes system calls, which are safe in a child of a process with
+        // threads, and ends by one.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let is_servers = |&number: &RawFd| {
+                getsockname::<UnixAddr>(number).is_ok_and(|own| own.as_abstract() == Some(name))
+            };
+            let count = (0..=last + 1).filter(is_servers).count();
+            // SAFETY: 1. One byte of a local is written. 2. The call does not return.
+            unsafe {
+                let count = count.min(255) as u8;
+                libc::write(says.as_raw_fd(), (&raw const count).cast(), 1);
+                libc::_exit(0)
+            }
+        }
+        assert!(child > 0, "the system has no process: {}", io::Error::last_os_error());
+        drop(says);
+        let mut count = [0];
+        said.read_exact(&mut count).expect("the child says it");
+        // SAFETY: 1. It is a child of this process, which nothing else waits for. 2. No status is
+        // written.
+        unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+        assert_eq!(count, [0], "sockets of the server are open in a forked child");
     }
 
     fn check_closed(messages: &[Message]) {
