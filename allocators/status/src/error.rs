@@ -31,6 +31,13 @@ pub enum StatusError {
         /// What is wrong.
         fault: FileFault,
     },
+    /// The folder has more entries than are read. Those beyond are left out.
+    TooManyEntries {
+        /// The folder.
+        path: PathBuf,
+        /// The number that is read.
+        most: usize,
+    },
 }
 
 /// What is wrong with a file, as in the example of [`StatusFolder`](crate::StatusFolder).
@@ -110,6 +117,12 @@ impl fmt::Display for StatusError {
             }
             Self::System { path, error } => write!(f, "{}: {error}", path.display()),
             Self::BadFile { path, fault } => write!(f, "{}: {fault}", path.display()),
+            Self::TooManyEntries { path, most } => write!(
+                f,
+                "{}: it has more than {most} entries, and the others are not read; remove those of \
+                 dead processes with aquifer top --sweep",
+                path.display()
+            ),
         }
     }
 }

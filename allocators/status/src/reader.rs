@@ -23,6 +23,10 @@ use std::{
 pub use pools::PoolStatus;
 pub use process::ProcessStatus;
 
+/// The most entries of a folder that are read, whatever they are: a process of the user may have
+/// put any number there, and readers wait for no more than this.
+const MOST_ENTRIES: usize = 4096;
+
 /// A folder of status files, which only the user can have written.
 ///
 /// ```
@@ -47,8 +51,10 @@ pub struct StatusFolder {
 #[derive(Debug)]
 pub struct StatusFiles {
     folder: PathBuf,
-    /// `None` if the folder does not exist.
+    /// `None` if the folder does not exist, or no more of it is read.
     entries: Option<ReadDir>,
+    /// Entries seen so far.
+    seen: usize,
 }
 
 impl StatusFolder {
@@ -84,7 +90,8 @@ impl StatusFolder {
     }
 
     /// Returns an iterator over the processes, dead ones included, in no particular order. A file
-    /// that cannot be read is an error of its own.
+    /// that cannot be read is an error of its own. Of a folder with more than 4096 entries the last
+    /// item is [`StatusError::TooManyEntries`].
     ///
     /// # Errors
     /// [`StatusError::System`] if the folder cannot be listed.
@@ -94,7 +101,7 @@ impl StatusFolder {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => return Err(StatusError::System { path: self.path.clone(), error }),
         };
-        Ok(StatusFiles { folder: self.path.clone(), entries })
+        Ok(StatusFiles { folder: self.path.clone(), entries, seen: 0 })
     }
 
     /// Removes the files of dead processes. Removes only regular files of this user that begin with
@@ -123,7 +130,14 @@ impl StatusFiles {
     /// Returns the path of the next file that has the name of a status file.
     fn next_path(&mut self) -> Option<Result<PathBuf, StatusError>> {
         loop {
-            match self.entries.as_mut()?.next()? {
+            let entry = self.entries.as_mut()?.next()?;
+            self.seen += 1;
+            if self.seen > MOST_ENTRIES {
+                self.entries = None;
+                let path = self.folder.clone();
+                return Some(Err(StatusError::TooManyEntries { path, most: MOST_ENTRIES }));
+            }
+            match entry {
                 Ok(entry) if is_status_name(&entry.file_name()) => return Some(Ok(entry.path())),
                 Ok(_) => {}
                 Err(error) => {

@@ -14,6 +14,7 @@ use crate::{
     text::read_text,
 };
 use std::{
+    collections::VecDeque,
     fs::{self, File, OpenOptions, TryLockError},
     io,
     os::unix::fs::{FileExt, MetadataExt},
@@ -22,9 +23,10 @@ use std::{
     time::Duration,
 };
 
-/// How often a slot of a living process is copied until it is consistent. An update of a slot takes
-/// less than a microsecond, and so does a copy.
-const ATTEMPTS: u32 = 64;
+/// How often the slots of a living process that are not consistent are copied again, beyond once
+/// each. An update of a slot takes less than a microsecond, and so does a copy. The bound is that
+/// of a file, since a hostile one may have all its slots inconsistent for ever.
+const ATTEMPTS: usize = 64;
 
 /// The words of a part of a file.
 struct Words(Vec<u64>);
@@ -122,16 +124,7 @@ pub(crate) fn read(path: &Path) -> Result<ProcessStatus, StatusError> {
     let copy = || file.words(SLOTS_AT, slots * SLOT_BYTES);
     let mut copies = pools::Copies::new(&copy()?.0, &copy()?.0);
     if is_alive {
-        for number in copies.unsettled() {
-            // By itself, since a pool may publish more often than all slots can be copied.
-            let copy = || file.words(SLOTS_AT + number * SLOT_BYTES, SLOT_BYTES);
-            for _ in 0..ATTEMPTS {
-                if copies.settle(number, &copy()?.0, &copy()?.0) {
-                    break;
-                }
-                thread::yield_now();
-            }
-        }
+        settle(&mut copies, |number| file.words(SLOTS_AT + number * SLOT_BYTES, SLOT_BYTES))?;
     }
     let lines = file.words(LINES_AT, lines * LINE_BYTES)?.0;
     let (pools, faults) = copies.pools(&lines);
@@ -146,6 +139,26 @@ pub(crate) fn read(path: &Path) -> Result<ProcessStatus, StatusError> {
         faults,
         path: path.to_owned(),
     })
+}
+
+/// Copies the slots that are not consistent again, each by itself, since a pool may publish more
+/// often than all slots can be copied.
+fn settle(
+    copies: &mut pools::Copies,
+    copy: impl Fn(usize) -> Result<Words, StatusError>,
+) -> Result<(), StatusError> {
+    let mut left: VecDeque<usize> = copies.unsettled().into();
+    let first = left.len();
+    for attempt in 0..first + ATTEMPTS {
+        let Some(number) = left.pop_front() else { break };
+        if attempt >= first {
+            thread::yield_now();
+        }
+        if !copies.settle(number, &copy(number)?.0, &copy(number)?.0) {
+            left.push_back(number);
+        }
+    }
+    Ok(())
 }
 
 /// Removes the file if its process is dead and it has not been written for `age`. Returns whether
@@ -185,5 +198,27 @@ pub(super) fn sweep(path: &Path, age: Duration) -> Result<bool, StatusError> {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(error) => Err(system(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::SLOT_WORDS;
+    use std::cell::Cell;
+
+    #[test]
+    fn slots_that_never_are_consistent_cost_a_bounded_number_of_copies_and_hide_no_other() {
+        // The first word of a slot is odd while it is written.
+        let odd = vec![1; SLOTS * SLOT_WORDS];
+        let mut copies = pools::Copies::new(&odd, &odd);
+        let copied = Cell::new(0);
+        let last = |number: usize| {
+            copied.set(copied.get() + 1);
+            Ok(Words(vec![u64::from(number < SLOTS - 1); SLOT_WORDS]))
+        };
+        assert!(settle(&mut copies, last).is_ok());
+        assert_eq!(copied.get(), 2 * (SLOTS + ATTEMPTS));
+        assert_eq!(copies.unsettled(), Vec::from_iter(0..SLOTS - 1));
     }
 }

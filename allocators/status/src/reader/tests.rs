@@ -150,6 +150,22 @@ fn dead_processes_are_shown_and_swept_and_living_ones_stay() {
 }
 
 #[test]
+fn a_folder_is_read_up_to_a_bound_and_says_so() {
+    let scratch = Scratch::new("many");
+    for number in 0..4096 {
+        fs::write(scratch.0.join(format!("{number}.status")), "").unwrap();
+    }
+    let read = || scratch.folder().processes().unwrap().collect::<Vec<_>>();
+    let is_bound = |read: &Result<_, _>| matches!(read, Err(StatusError::TooManyEntries { .. }));
+    let all = read();
+    assert!(all.len() == 4096 && !all.iter().any(is_bound));
+    fs::write(scratch.0.join("another"), "").unwrap();
+    fs::write(scratch.0.join("more"), "").unwrap();
+    let all = read();
+    assert!(all.len() <= 4097 && all.last().is_some_and(is_bound));
+}
+
+#[test]
 fn damaged_files_give_the_error_of_their_damage() {
     let valid = Image::new();
     let with = |word: usize, value: u64| {

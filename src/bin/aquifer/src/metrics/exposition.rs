@@ -175,6 +175,8 @@ impl UniqueLabels {
             if !self.seen.contains_key(&labels) {
                 self.seen.insert(labels.clone(), 1);
                 return labels;
+                // The next one of this name need not try the same numbers.
+                self.seen.insert(plain, number);
             }
             number += 1;
         }

@@ -1,6 +1,7 @@
 //! The loop over all clients, on one thread.
 //!
 //! - No call waits for a client: sockets never block, and the loop sleeps in `poll` alone.
+//! - One reading of all processes serves all clients that ask at the same time.
 //! - Each client has a deadline and a bound on its request. When all places are taken, the client
 //!   that came first has to go, so that slow clients cannot keep others out.
 //! - It ends by SIGINT, SIGTERM or SIGHUP.
@@ -21,6 +22,7 @@ use signal_hook::{
 };
 use std::{
     io::{self, Write},
+    cell::OnceCell,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -57,6 +59,13 @@ pub(super) fn serve(
         Ok(text) => respond("200 OK", "", CONTENT, &text, with_body),
         // The reason names paths of this user; the client gets none.
         Err(_) => refusal("500 Internal Server Error"),
+        // One reading for all clients that are ready, however many they are.
+        let reading = OnceCell::new();
+        let scrape = |with_body: bool| match reading.get_or_init(|| text().ok()) {
+            Some(text) => respond("200 OK", "", CONTENT, text, with_body),
+            // The reason names paths of this user; the client gets none.
+            None => refusal("500 Internal Server Error"),
+        };
     };
     let mut clients: Vec<Connection> = Vec::new();
     while !stop.load(Ordering::Relaxed) {

@@ -172,6 +172,53 @@ fn slow_and_hostile_clients_keep_no_other_out() {
 }
 
 #[test]
+fn hostile_files_delay_no_scrape() {
+    let folder = Scratch::new("hostile-files");
+    // Each is whole, of a living process, and never consistent: the sequence of all its slots is
+    // odd. The fields of the header are those of the layout.
+    let mut part = Part::start("device_process", &folder, 1);
+    let own = part.figures();
+    let source = fs::read_dir(&folder.0).unwrap().next().unwrap().unwrap().path();
+    let mut image = fs::read(source).unwrap();
+    let word = |value: u64| value.to_ne_bytes();
+    let at = image.windows(8).position(|bytes| bytes == word(u64::from(part.child.id()))).unwrap();
+    let (slots, lines) = (at + 16, at + 24);
+    image[slots..slots + 8].copy_from_slice(&word(256));
+    image[lines..lines + 8].copy_from_slice(&word(1024));
+    image[4096..].chunks_exact_mut(8).for_each(|bytes| bytes.copy_from_slice(&word(1)));
+    let held: Vec<_> = (0..8)
+        .map(|number| {
+            let path = folder.0.join(format!("{number}.status"));
+            fs::write(&path, &image).unwrap();
+            let file = fs::File::open(path).unwrap();
+            file.lock().unwrap();
+            file
+        })
+        .collect();
+    // One whose size is beyond all memory, and one that is no file.
+    let huge = fs::File::create(folder.0.join("huge.status")).unwrap();
+    huge.set_len(1 << 42).unwrap();
+    nix::unistd::mkfifo(&folder.0.join("pipe.status"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let server = Server::start(&folder, "127.0.0.1:0");
+    // All of them ask at the same time, and the reading is one.
+    let begun = Instant::now();
+    let mut clients: Vec<_> = (0..40).map(|_| server.connect()).collect();
+    for client in &mut clients {
+        client.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+    }
+    for mut client in clients {
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).unwrap();
+        let parsed = parsed(&answer);
+        assert_eq!(parsed.value("aquifer_memory_live_bytes", &[]), own[0] as f64);
+        assert_eq!(parsed.value("aquifer_pools_unreadable", &[]), 8.0 * 256.0);
+        assert_eq!(parsed.value("aquifer_processes", &[("state", "unreadable")]), 2.0);
+    }
+    assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
+    drop(held);
+}
+
+#[test]
 fn a_socket_is_private_and_removed_at_the_end() {
     let folder = Scratch::new("socket");
     let out = Scratch::new("socket-out");
