@@ -10,7 +10,7 @@ use crate::{
     row::{Peer, Row, Unit},
 };
 use aquifer_console::{
-    json,
+    foreign, json,
     layout::{clip, wrap},
     place::{DeviceChoice, NoPlace, Place},
     progress::ProgressLine,
@@ -53,11 +53,11 @@ impl fmt::Display for LoadError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Place(e) => e.fmt(f),
-            Self::File(path, e) => write!(f, "{}: {e}", path.display()),
+            Self::File(path, e) => write!(f, "{}: {e}", foreign::path(path)),
             Self::Directory(path) => {
-                write!(f, "{} is a directory; stage loads one file", path.display())
+                write!(f, "{} is a directory; stage loads one file", foreign::path(path))
             }
-            Self::Empty(path) => write!(f, "{} has no bytes", path.display()),
+            Self::Empty(path) => write!(f, "{} has no bytes", foreign::path(path)),
             Self::Memory(e) => write!(f, "the file cannot be staged: {e}"),
         }
     }

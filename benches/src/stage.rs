@@ -21,7 +21,7 @@ use crate::{
     settings::{RowSelection, StageOptions},
     sheet::{BenchError, Sheet},
 };
-use aquifer_console::{place::Place, progress::ProgressLine};
+use aquifer_console::{foreign, place::Place, progress::ProgressLine};
 use aquifer_core::{Bytes, MemoryError, Result};
 use aquifer_host::{FileSource, ReadMode, Source};
 use nix::sys::statvfs::statvfs;
@@ -226,8 +226,10 @@ impl StageBench<'_> {
             return self.leave_out(group, format!("needs {} of host memory", Bytes(more)));
         }
         if file && room_in(&self.folder).is_some_and(|room| bytes > room / 4 * 3) {
-            return self
-                .leave_out(group, format!("needs {} in {}", Bytes(bytes), self.folder.display()));
+            return self.leave_out(
+                group,
+                format!("needs {} in {}", Bytes(bytes), foreign::path(&self.folder)),
+            );
         }
         let bytes = bytes as usize;
         if self.up.len() < bytes {

@@ -1,9 +1,12 @@
-//! Fitting text into columns.
+//! Fitting text into columns. What is returned is [printable](crate::foreign).
+
+use crate::foreign::{is_acting, printable};
 
 /// Returns `text` cut to `width` columns. An ellipsis marks a cut.
 pub fn clip(text: &str, width: usize) -> String {
+    let text = printable(text);
     if text.chars().count() <= width {
-        return text.to_owned();
+        return text;
     }
     let mut cut: String = text.chars().take(width.saturating_sub(1)).collect();
     cut.push('…');
@@ -12,9 +15,10 @@ pub fn clip(text: &str, width: usize) -> String {
 
 /// Returns `text` cut in its middle to `width` columns, since both ends of a path matter.
 pub fn clip_middle(text: &str, width: usize) -> String {
+    let text = printable(text);
     let all = text.chars().count();
     if all <= width {
-        return text.to_owned();
+        return text;
     }
     let kept = width.saturating_sub(1);
     let head = kept / 2;
@@ -27,7 +31,7 @@ pub fn clip_middle(text: &str, width: usize) -> String {
 
 /// Wraps `text` between words into lines of at most `width` columns. A longer word is cut.
 pub fn wrap(text: &str, width: usize) -> Vec<String> {
-    let mut lines: Vec<String> = Vec::new();
+    let (text, mut lines) = (printable(text), Vec::<String>::new());
     for word in text.split(' ').filter(|word| !word.is_empty()) {
         let word = clip(word, width);
         match lines.last_mut() {
@@ -41,9 +45,14 @@ pub fn wrap(text: &str, width: usize) -> Vec<String> {
     lines
 }
 
-/// Returns `text` quoted as one word of a shell command.
+/// Returns `text` quoted as one word of a shell command. Where quotes would leave a character that
+/// [acts](is_acting) on the terminal, it is written as an escape, which Bash and Zsh read.
 pub fn shell_word(text: &str) -> String {
     let plain = |c: char| c.is_alphanumeric() || "/._-+:,@%=".contains(c);
+    if text.chars().any(is_acting) {
+        let escaped = text.replace('\\', r"\\").replace('\'', r"\'");
+        return format!("$'{}'", printable(&escaped));
+    }
     if !text.is_empty() && text.chars().all(plain) {
         text.to_owned()
     } else {
@@ -70,5 +79,6 @@ mod tests {
         assert_eq!(shell_word("tests/data/a_b-1.csv.xz"), "tests/data/a_b-1.csv.xz");
         assert_eq!(shell_word("my trace.csv"), "'my trace.csv'");
         assert_eq!(shell_word("it's"), r"'it'\''s'");
+        assert_eq!(shell_word("it's\n\\\u{1b}"), r"$'it\'s\n\\\u001b'");
     }
 }

@@ -8,10 +8,12 @@
 //! | [`place`] | the selected device: a GPU, or the simulated one |
 //! | [`progress`] | a progress line on the terminal |
 //! | [`figures`] | counts and times as text, and the median |
+//! | [`foreign`] | text of others on the terminal |
 //! | [`layout`] | text in columns |
 //! | [`json`] | JSON with fields in a chosen order |
 
 pub mod figures;
+pub mod foreign;
 pub mod gpu;
 pub mod json;
 pub mod layout;

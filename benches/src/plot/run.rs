@@ -1,6 +1,7 @@
 //! A run of a benchmark, read from the JSON that `aquifer bench --json` prints.
 
 use crate::row::{Peer, Row, Unit};
+use aquifer_console::foreign;
 use serde_json::Value;
 use std::{fmt, io, path::PathBuf};
 
@@ -70,12 +71,14 @@ impl fmt::Display for PlotError {
                 write!(f, "row {number}: `{field}` is missing or wrong")
             }
             Self::NoRow => f.write_str("there is no row to draw, so there is no picture"),
-            Self::Unreadable(path, e) => write!(f, "{} cannot be read: {e}", path.display()),
+            Self::Unreadable(path, e) => write!(f, "{} cannot be read: {e}", foreign::path(path)),
             Self::TooLarge(path) => {
-                write!(f, "{} is larger than 1 MiB, which no run is", path.display())
+                write!(f, "{} is larger than 1 MiB, which no run is", foreign::path(path))
             }
-            Self::BadFile(path, e) => write!(f, "{}: {e}", path.display()),
-            Self::Unwritable(path, e) => write!(f, "{} cannot be written: {e}", path.display()),
+            Self::BadFile(path, e) => write!(f, "{}: {e}", foreign::path(path)),
+            Self::Unwritable(path, e) => {
+                write!(f, "{} cannot be written: {e}", foreign::path(path))
+            }
         }
     }
 }

@@ -22,8 +22,9 @@
 //! The benchmarks are the crate [`aquifer_benches`]. What they and the other commands share is the
 //! crate [`aquifer_console`]: the device to run on, the progress line, and how results are written.
 //!
-//! Results go to stdout. An invalid request is reported in one line on stderr, with nothing on
-//! stdout and exit status 2.
+//! Results go to stdout. Text of other processes and of files is shown by
+//! [`aquifer_console::foreign`], in results and errors alike. An invalid request is reported in one
+//! line on stderr, with nothing on stdout and exit status 2.
 
 mod amount;
 mod cli;
@@ -42,6 +43,7 @@ mod top;
 mod trace_file;
 
 use aquifer_benches::{PictureFile, PlotError};
+use aquifer_console::foreign::printable;
 use aquifer_formats::trace::made::asks_for_list;
 use cli::{Command, Refused};
 use std::{
@@ -72,7 +74,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
                 Ok(report) => {
                     for note in &report.notes {
                         // If stderr cannot be written, the note is still in the JSON.
-                        let _ = writeln!(io::stderr().lock(), "aquifer: {note}");
+                        let _ = writeln!(io::stderr().lock(), "aquifer: {}", printable(note));
                     }
                     let text = if args.json { report.to_json() } else { report.to_screen() };
                     (text, if report.is_clean() { WELL } else { NO })
@@ -146,7 +148,9 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Err(Refused::Words(text)) => (text.trim_end().to_owned(), WELL),
         Err(Refused::Mistake(line)) => return refuse(&line),
     };
-    match writeln!(io::stdout().lock(), "{text}") {
+    // The lines of a text are ours. What is within them may be of other processes and of files.
+    let text: Vec<_> = text.split('\n').map(printable).collect();
+    match writeln!(io::stdout().lock(), "{}", text.join("\n")) {
         Ok(()) => ExitCode::from(status),
         // The reader closed the pipe. This is no error.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => ExitCode::from(status),
@@ -181,5 +185,5 @@ fn refuse(line: &str) -> ExitCode {
 fn report_error(line: &str) {
     let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
     // A failure to write to stderr cannot be reported.
-    let _ = writeln!(io::stderr().lock(), "aquifer: {line}");
+    let _ = writeln!(io::stderr().lock(), "aquifer: {}", printable(&line));
 }

@@ -1,5 +1,6 @@
 //! Where to listen: an address of this machine's own, or a socket in the file system.
 
+use aquifer_console::foreign;
 use std::{
     error, fmt,
     net::{Ipv4Addr, SocketAddr},
@@ -73,7 +74,7 @@ impl fmt::Display for ListenAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Tcp(address) => address.fmt(f),
-            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Unix(path) => write!(f, "unix:{}", foreign::path(path)),
         }
     }
 }

@@ -21,6 +21,7 @@ mod server;
 mod textfile;
 
 use crate::{cli, listen_address::AddressError};
+use aquifer_console::foreign;
 use aquifer_status::{StatusError, StatusFolder};
 use exposition::Bounds;
 use std::{fmt, io, path::PathBuf};
@@ -43,7 +44,7 @@ impl fmt::Display for MetricsError {
         match self {
             Self::Status(error) => error.fmt(f),
             Self::Output { path, error } => {
-                write!(f, "{} cannot be written: {error}", path.display())
+                write!(f, "{} cannot be written: {error}", foreign::path(path))
             }
             Self::Address(error) => error.fmt(f),
             Self::Listen { address, error } => {

@@ -8,7 +8,7 @@ use crate::{
 };
 use aquifer_console::{
     figures::{Count, Of},
-    json,
+    foreign, json,
     layout::{clip_middle, shell_word},
     progress::ProgressLine,
 };
@@ -49,11 +49,11 @@ impl fmt::Display for PlanCommandError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Trace { path, error } => trace_file::write_error(f, path, error),
-            Self::Blocks { path, error } => write!(f, "{}: {error}", path.display()),
+            Self::Blocks { path, error } => write!(f, "{}: {error}", foreign::path(path)),
             Self::OutputIsTrace(path) => {
-                write!(f, "{} would replace the trace that is read", path.display())
+                write!(f, "{} would replace the trace that is read", foreign::path(path))
             }
-            Self::Output(path, e) => write!(f, "{} cannot be written: {e}", path.display()),
+            Self::Output(path, e) => write!(f, "{} cannot be written: {e}", foreign::path(path)),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::cli;
 use aquifer_benches::{BenchReport, BenchRun, PictureFile, PlotError, picture};
-use aquifer_console::figures::Of;
+use aquifer_console::{figures::Of, foreign};
 
 /// Draws the runs in files, and returns what was drawn.
 ///
@@ -20,7 +20,7 @@ pub(crate) fn run(args: &cli::Plot) -> Result<String, PlotError> {
     let rows = runs.iter().map(BenchRun::row_count).sum::<usize>() as u64;
     Ok(format!(
         "{}: {} of {}",
-        args.output.display(),
+        foreign::path(&args.output),
         Of(rows, "row"),
         Of(runs.len() as u64, "run")
     ))

@@ -47,6 +47,7 @@ use crate::{
     trace_file,
 };
 use aquifer_console::{
+    foreign,
     place::{DeviceChoice, NoPlace, Place},
     progress::ProgressLine,
 };
@@ -126,13 +127,13 @@ impl fmt::Display for ReplayError {
                     Bytes(*memory)
                 )
             }
-            Self::Plan { path, error } => write!(f, "{}: {error}", path.display()),
+            Self::Plan { path, error } => write!(f, "{}: {error}", foreign::path(path)),
             Self::NeedsPool(flag) => write!(f, "{flag} is for the pool only: --allocator pool"),
             Self::Setup(e) => write!(f, "the replay cannot begin: {e}"),
             Self::OutputIsInput(path) => {
-                write!(f, "{} would replace the trace that is read", path.display())
+                write!(f, "{} would replace the trace that is read", foreign::path(path))
             }
-            Self::Output(path, e) => write!(f, "{} cannot be written: {e}", path.display()),
+            Self::Output(path, e) => write!(f, "{} cannot be written: {e}", foreign::path(path)),
         }
     }
 }

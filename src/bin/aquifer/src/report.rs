@@ -28,7 +28,7 @@ mod text;
 
 use crate::{cli, output, trace_file};
 use analysis::RunAnalysis;
-use aquifer_console::progress::ProgressLine;
+use aquifer_console::{foreign, progress::ProgressLine};
 use aquifer_core::Bytes;
 use aquifer_formats::{
     history::MemoryHistory,
@@ -78,13 +78,17 @@ impl fmt::Display for ReportError {
             Self::TwiceStandardInput => f.write_str("the standard input can be read once"),
             Self::PerfettoOfTwo => f.write_str("--perfetto writes one trace, and two are given"),
             Self::OutputIsInput(path) => {
-                write!(f, "{} would replace the trace that is read", path.display())
+                write!(f, "{} would replace the trace that is read", foreign::path(path))
             }
             Self::OutputTwice(path) => {
-                write!(f, "{} cannot be both the page and the trace for Perfetto", path.display())
+                write!(
+                    f,
+                    "{} cannot be both the page and the trace for Perfetto",
+                    foreign::path(path)
+                )
             }
             Self::Page(e) => e.fmt(f),
-            Self::Output(path, e) => write!(f, "{} cannot be written: {e}", path.display()),
+            Self::Output(path, e) => write!(f, "{} cannot be written: {e}", foreign::path(path)),
         }
     }
 }
@@ -138,11 +142,11 @@ pub(crate) fn run(args: &cli::Report) -> Result<ReportResult, ReportError> {
             0 => String::new(),
             merged => format!(", {merged} of the smallest blocks merged"),
         };
-        written.push(format!("{}  {}{merged}", path.display(), Bytes(bytes)));
+        written.push(format!("{}  {}{merged}", foreign::path(path), Bytes(bytes)));
     }
     if let (Some(path), Some(run)) = (&args.perfetto, runs.first()) {
         let bytes = save(path, |out| perfetto::write(run, out))?;
-        written.push(format!("{}  {}", path.display(), Bytes(bytes)));
+        written.push(format!("{}  {}", foreign::path(path), Bytes(bytes)));
     }
     progress.clear();
     let exceeded = args.fail_over.and_then(|limit| {

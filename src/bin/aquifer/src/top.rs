@@ -3,7 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | `error` | why nothing is shown |
-//! | `words` | untrusted text, amounts and rates in few columns |
+//! | `words` | text, amounts and rates in few columns |
 //! | `driver` | what the driver says is in use on each GPU |
 //! | `reading` | one reading of all processes |
 //! | `shared` | the memories that processes share |

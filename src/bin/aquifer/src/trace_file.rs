@@ -1,5 +1,6 @@
 //! What the commands that read trace files say of them.
 
+use aquifer_console::foreign;
 use aquifer_formats::trace::TraceError;
 use std::{fmt, fs, path::Path};
 
@@ -10,7 +11,7 @@ pub(crate) fn write_error(
     error: &TraceError,
 ) -> fmt::Result {
     let comma = if error.row().is_some() { ", " } else { ": " };
-    write!(f, "{}{comma}{error}", path.display())
+    write!(f, "{}{comma}{error}", foreign::path(path))
 }
 
 /// Returns whether an output is the file that is read.

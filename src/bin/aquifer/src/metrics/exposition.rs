@@ -6,6 +6,7 @@
 //! - Values of labels are escaped and cut. Any bytes that a process has published are valid.
 
 use super::families::{MetricType, POOL_FAMILIES};
+use aquifer_console::foreign::is_acting;
 use aquifer_status::{PoolStatus, ProcessStatus, StatusError, StatusFolder};
 use std::{
     collections::HashMap,
@@ -174,9 +175,9 @@ impl UniqueLabels {
             // A process may have named a pool like this.
             if !self.seen.contains_key(&labels) {
                 self.seen.insert(labels.clone(), 1);
-                return labels;
                 // The next one of this name need not try the same numbers.
                 self.seen.insert(plain, number);
+                return labels;
             }
             number += 1;
         }
@@ -201,8 +202,7 @@ fn program_of(command: &str) -> &str {
 
 /// Returns a label's value in the text, cut to [`LABEL_CHARS`].
 ///
-/// The format escapes three characters. Further control characters are replaced, so that a text on
-/// a terminal is harmless.
+/// The format escapes three characters. Further ones that act on a terminal are replaced.
 pub(super) fn escaped(value: &str) -> String {
     let mut text = String::new();
     let cut = value.chars().count() > LABEL_CHARS;
@@ -211,7 +211,7 @@ pub(super) fn escaped(value: &str) -> String {
             '\\' => text.push_str(r"\\"),
             '"' => text.push_str("\\\""),
             '\n' => text.push_str(r"\n"),
-            c if c.is_control() => text.push('\u{fffd}'),
+            c if is_acting(c) => text.push('\u{fffd}'),
             c => text.push(c),
         }
     }

@@ -11,6 +11,7 @@ use super::{
     listener::Listener,
 };
 use crate::listen_address::ListenAddress;
+use aquifer_console::foreign::printable;
 use aquifer_status::StatusError;
 use nix::{
     errno::Errno,
@@ -21,8 +22,8 @@ use signal_hook::{
     flag,
 };
 use std::{
-    io::{self, Write},
     cell::OnceCell,
+    io::{self, Write},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -54,11 +55,10 @@ pub(super) fn serve(
     let listener = Listener::bind(address)?;
     let shown = listener.address()?;
     // A failure to write to stderr cannot be reported.
-    let _ = writeln!(io::stderr().lock(), "aquifer: metrics at {shown}");
-    let scrape = |with_body: bool| match text() {
-        Ok(text) => respond("200 OK", "", CONTENT, &text, with_body),
-        // The reason names paths of this user; the client gets none.
-        Err(_) => refusal("500 Internal Server Error"),
+    let _ = writeln!(io::stderr().lock(), "aquifer: metrics at {}", printable(&shown));
+    let mut clients: Vec<Connection> = Vec::new();
+    while !stop.load(Ordering::Relaxed) {
+        let ready = wait(&listener, &clients)?;
         // One reading for all clients that are ready, however many they are.
         let reading = OnceCell::new();
         let scrape = |with_body: bool| match reading.get_or_init(|| text().ok()) {
@@ -66,10 +66,6 @@ pub(super) fn serve(
             // The reason names paths of this user; the client gets none.
             None => refusal("500 Internal Server Error"),
         };
-    };
-    let mut clients: Vec<Connection> = Vec::new();
-    while !stop.load(Ordering::Relaxed) {
-        let ready = wait(&listener, &clients)?;
         // The first is the listener.
         for (client, ready) in clients.iter_mut().zip(ready.iter().skip(1)) {
             if *ready {

@@ -4,6 +4,7 @@ use super::{
     data::ReportRun,
     holders::{Holder, HolderGroup, signed},
 };
+pub(crate) use aquifer_console::foreign::printable;
 use aquifer_console::{
     figures::{Count, Nanoseconds, Of},
     layout::{clip, clip_middle, wrap},
@@ -35,7 +36,7 @@ pub(crate) fn text(runs: &[ReportRun]) -> String {
         lines = compose(runs, holders);
     }
     lines.truncate(HEIGHT);
-    let lines: Vec<_> = lines.iter().map(|line| clip(&printable(line), WIDTH)).collect();
+    let lines: Vec<_> = lines.iter().map(|line| clip(line, WIDTH)).collect();
     lines.join("\n")
 }
 
@@ -53,20 +54,11 @@ fn compose(runs: &[ReportRun], holders: usize) -> Vec<String> {
     lines
 }
 
-/// Replaces characters that would act on a terminal or change the order of text.
-pub(crate) fn printable(text: &str) -> String {
-    let acts = |c: char| {
-        c.is_control()
-            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-    };
-    text.chars().map(|c| if acts(c) { '\u{fffd}' } else { c }).collect()
-}
-
 fn describe(run: &ReportRun, holders: usize, alone: bool, lines: &mut Vec<String>) {
     let (history, analysis) = (&run.history, &run.analysis);
     let peak = &analysis.peak;
     let label = "aquifer report  ";
-    lines.push(format!("{label}{}", clip_middle(&printable(&run.name), WIDTH - label.len())));
+    lines.push(format!("{label}{}", clip_middle(&run.name, WIDTH - label.len())));
     let mut facts = vec![
         Of(history.events, history.unit()).to_string(),
         Of(history.blocks.len() as u64, "block").to_string(),
@@ -133,7 +125,7 @@ fn describe(run: &ReportRun, holders: usize, alone: bool, lines: &mut Vec<String
         let mut shown = Vec::new();
         for (place, line) in failure.text.iter().enumerate() {
             let (first, rest) = if place == 0 { ("failed  ", "        ") } else { ("  ", "    ") };
-            for (part, text) in wrap(&printable(line), WIDTH - 8).into_iter().enumerate() {
+            for (part, text) in wrap(line, WIDTH - 8).into_iter().enumerate() {
                 shown.push(format!("{}{text}", if part == 0 { first } else { rest }));
             }
         }
@@ -156,7 +148,7 @@ fn describe(run: &ReportRun, holders: usize, alone: bool, lines: &mut Vec<String
     if alone {
         let mut notes = Vec::new();
         for note in history.notes.iter().chain(&analysis.notes).take(NOTES) {
-            for (part, text) in wrap(&printable(note), WIDTH - 6).into_iter().enumerate() {
+            for (part, text) in wrap(note, WIDTH - 6).into_iter().enumerate() {
                 notes.push(format!("{}{text}", if part == 0 { "note  " } else { "      " }));
             }
         }
@@ -181,10 +173,7 @@ fn table(by: HolderGroup, all: &[Holder], whole: u64, most: usize, lines: &mut V
         let name = if holder.name.is_empty() { "none" } else { &holder.name };
         let (share, blocks) = (percent(holder.bytes, whole), Count(holder.blocks).to_string());
         let bytes = Bytes(holder.bytes).to_string();
-        lines.push(format!(
-            "  {bytes:>12} {share:>5.1} % {blocks:>9}  {}",
-            clip(&printable(name), 44)
-        ));
+        lines.push(format!("  {bytes:>12} {share:>5.1} % {blocks:>9}  {}", clip(name, 44)));
     }
     if let Some(rest) = all.get(most..).filter(|rest| !rest.is_empty()) {
         let bytes = rest.iter().map(|holder| holder.bytes).sum();
@@ -214,7 +203,7 @@ fn compare(first: &ReportRun, second: &ReportRun, most: usize, lines: &mut Vec<S
         for (name, bytes) in rows.into_iter().take(most) {
             let name = if name.is_empty() { "none" } else { name };
             let name = format!("{} {name}", by.name());
-            lines.push(format!("  {:>13}  {}", difference(bytes), clip(&printable(&name), 60)));
+            lines.push(format!("  {:>13}  {}", difference(bytes), clip(&name, 60)));
         }
     }
 }
@@ -222,15 +211,4 @@ fn compare(first: &ReportRun, second: &ReportRun, most: usize, lines: &mut Vec<S
 fn difference(bytes: [u64; 2]) -> String {
     let by = signed(bytes);
     format!("{}{}", if by < 0 { "-" } else { "+" }, Bytes(by.unsigned_abs()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_would_act_on_a_terminal_is_not_printed() {
-        let text = printable("a\u{1b}[2J\u{202e}b\n<b>\u{9b}é");
-        assert_eq!(text, "a\u{fffd}[2J\u{fffd}b\u{fffd}<b>\u{fffd}é");
-    }
 }

@@ -1,6 +1,6 @@
 //! Why nothing is shown.
 
-use super::words;
+use aquifer_console::foreign::printable;
 use aquifer_status::StatusError;
 use std::{fmt, io};
 
@@ -17,7 +17,7 @@ impl fmt::Display for TopError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             // A path may have any characters.
-            Self::Status(error) => f.write_str(&words::safe(&error.to_string())),
+            Self::Status(error) => f.write_str(&printable(&error.to_string())),
             Self::Terminal(error) => write!(f, "the terminal cannot be used: {error}"),
         }
     }

@@ -30,21 +30,7 @@ pub(super) fn text(monitor: &Monitor) -> String {
         "swept": monitor.swept,
     });
     // Formatting of a value cannot fail.
-    let text = serde_json::to_string_pretty(&value).unwrap_or_default();
-    harmless(&text)
-}
-
-/// Escapes the control characters that JSON allows in strings: a terminal may obey them.
-fn harmless(json: &str) -> String {
-    let mut text = String::with_capacity(json.len());
-    for c in json.chars() {
-        if matches!(c, '\u{7f}'..='\u{9f}') {
-            text.push_str(&format!("\\u{:04x}", u32::from(c)));
-        } else {
-            text.push(c);
-        }
-    }
-    text
+    serde_json::to_string_pretty(&value).unwrap_or_default()
 }
 
 fn device(device: &DeviceSum) -> Value {
@@ -103,17 +89,4 @@ fn pool(pool: &PoolStatus, rates: Option<Rates>) -> Value {
     fields.insert("moves_per_s".into(), json!(rates.map(|rates| rates.moves)));
     fields.insert("waits_per_s".into(), json!(rates.map(|rates| rates.waits)));
     Value::Object(fields)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn no_string_of_json_is_a_command_of_a_terminal() {
-        let value = json!({"a": "\u{9b}31m\u{7f}\u{1b}\n\u{85}é"});
-        let text = harmless(&value.to_string());
-        assert!(!text.chars().any(char::is_control), "{text:?}");
-        assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), value);
-    }
 }

@@ -7,6 +7,7 @@ use super::{
     reading::Reading,
     sums::{self, DeviceSum, ProcessSum},
 };
+use aquifer_console::foreign::printable;
 use aquifer_status::{ProcessStatus, StatusError, StatusFolder};
 use std::{
     collections::HashMap,
@@ -124,7 +125,7 @@ impl Monitor {
                 self.swept += swept;
                 self.sweep_error = None;
             }
-            Err(error) => self.sweep_error = Some(super::words::safe(&error.to_string())),
+            Err(error) => self.sweep_error = Some(printable(&error.to_string())),
         }
     }
 }

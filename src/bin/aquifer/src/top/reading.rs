@@ -1,6 +1,7 @@
 //! One reading of all processes.
 
-use super::{shared::SharedMemories, words::safe};
+use super::shared::SharedMemories;
+use aquifer_console::foreign::printable;
 use aquifer_status::{ProcessStatus, StatusError, StatusFolder};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -30,7 +31,7 @@ impl Reading {
         for process in folder.processes()? {
             match process {
                 Ok(process) => processes.push(process),
-                Err(error) => errors.push(safe(&error.to_string())),
+                Err(error) => errors.push(printable(&error.to_string())),
             }
         }
         processes.sort_by(|a, b| {

@@ -9,8 +9,8 @@ use super::{
     screen::{self, Palette},
     table::{self, TableLayout},
     view::{KeyEffect, View},
-    words::safe,
 };
+use aquifer_console::foreign::printable;
 use ratatui::{
     DefaultTerminal,
     crossterm::{
@@ -140,7 +140,7 @@ fn live(
     while signals.last().is_none() {
         if must_read || read_at.elapsed() >= view.interval {
             // The folder may come back.
-            problem = monitor.read().err().map(|error| safe(&error.to_string()));
+            problem = monitor.read().err().map(|error| printable(&error.to_string()));
             (read_at, must_read, must_draw) = (Instant::now(), false, true);
         }
         let unfolded = table::lines(monitor, view.order, |path| view.is_unfolded(path));

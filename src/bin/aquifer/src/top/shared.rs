@@ -1,7 +1,8 @@
 //! The memories that processes share, of one reading.
 
-use super::words::{bytes, fit, safe};
+use super::words::{bytes, fit};
 use crate::ledgers::{self, SharedMemory, json_of_member};
+use aquifer_console::foreign::printable;
 use aquifer_ledger::{LedgerError, LedgerFigures, LedgerMemory, MemberFigures};
 use serde_json::{Value, json};
 
@@ -35,12 +36,12 @@ impl SharedMemories {
     fn of(read: Result<Vec<SharedMemory>, LedgerError>) -> Self {
         let mut shared = Self::default();
         match read {
-            Err(error) => shared.errors.push(safe(&format!("shared memory: {error}"))),
+            Err(error) => shared.errors.push(printable(&format!("shared memory: {error}"))),
             Ok(all) => {
                 for (name, read) in all {
                     match read {
                         Ok(figures) => shared.ledgers.push(figures),
-                        Err(error) => shared.errors.push(safe(&format!("{name}: {error}"))),
+                        Err(error) => shared.errors.push(printable(&format!("{name}: {error}"))),
                     }
                 }
             }
@@ -84,10 +85,10 @@ impl SharedMemories {
 fn short_name(name: &str) -> String {
     match LedgerMemory::of(name) {
         LedgerMemory::Uuid([a, b, c, d, ..]) => format!("GPU-{a:02x}{b:02x}{c:02x}{d:02x}"),
-        LedgerMemory::Address(address) => address,
+        LedgerMemory::Address(address) => printable(&address),
         LedgerMemory::Pinned => "pinned".to_owned(),
         LedgerMemory::Ordinal(_) | LedgerMemory::Simulated(_) | LedgerMemory::Other(_) => {
-            safe(name)
+            printable(name)
         }
     }
 }
@@ -115,7 +116,7 @@ fn line_of_member(member: &MemberFigures, width: usize) -> String {
         member.priority.to_string(),
         if member.wanted > 0 { bytes(member.wanted) } else { "-".to_owned() },
     ];
-    member_line(&member.process.to_string(), &safe(&member.command), cells, width)
+    member_line(&member.process.to_string(), &printable(&member.command), cells, width)
 }
 
 /// Returns a line of cells. The command has what the others leave of the width.

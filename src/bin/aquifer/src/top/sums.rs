@@ -6,8 +6,8 @@
 use super::{
     driver::{DriverCount, GpuAddress},
     rates::{EarlierCounts, PoolKeys, Rates},
-    words::safe,
 };
+use aquifer_console::foreign::printable;
 use aquifer_status::{PoolKind, PoolStatus, ProcessStatus};
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -112,7 +112,7 @@ impl ProcessSum {
         let mut found = Self {
             path: process.path.clone(),
             process: process.process,
-            command: safe(without_folder(&process.command)),
+            command: printable(without_folder(&process.command)),
             is_alive: process.is_alive,
             unreadable: process.faults.len(),
             device: PoolSum::default(),
@@ -163,7 +163,7 @@ fn label_of(pool: &PoolStatus) -> String {
         }
         label.push_str(&format!("{name} {number}"));
     }
-    let name = safe(&pool.name);
+    let name = printable(&pool.name);
     match name.is_empty() || name == label {
         true => label,
         false => format!("{label}: {name}"),
@@ -203,7 +203,7 @@ pub(super) fn devices<'p>(
     for count in driver {
         let device = DeviceSum {
             address: count.address_text.clone(),
-            name: safe(&count.name),
+            name: printable(&count.name),
             processes: 0,
             sum: PoolSum::default(),
             driver_used: count.used,
@@ -217,8 +217,8 @@ pub(super) fn devices<'p>(
             let Some(address) = GpuAddress::parse(text) else { continue };
             let (device, last) = found.entry(address).or_insert_with(|| {
                 let device = DeviceSum {
-                    address: safe(text),
-                    name: safe(&pool.name),
+                    address: printable(text),
+                    name: printable(&pool.name),
                     processes: 0,
                     sum: PoolSum::default(),
                     driver_used: None,

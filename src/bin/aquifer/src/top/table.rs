@@ -3,8 +3,9 @@
 use super::{
     monitor::Monitor,
     sums::{DeviceSum, PlaceSum, PoolSum, ProcessSum},
-    words::{UNKNOWN, bytes, fit, rate, safe},
+    words::{UNKNOWN, bytes, fit, rate},
 };
+use aquifer_console::foreign::printable;
 use std::{
     cmp::Ordering,
     path::{Path, PathBuf},
@@ -353,7 +354,7 @@ pub(super) fn summary(monitor: &Monitor) -> String {
     if errors > 0 {
         text.push_str(&format!(", {errors} unreadable"));
     }
-    format!("{text} in {}", safe(&monitor.folder().to_string_lossy()))
+    format!("{text} in {}", printable(&monitor.folder().to_string_lossy()))
 }
 
 /// Returns the errors of the last reading, of its ledgers too, and of the last sweep.

@@ -1,31 +1,13 @@
-//! Untrusted text, amounts and rates, in few columns.
+//! Text, amounts and rates, in few columns.
 
 use ratatui::text::Span;
-
-/// Returns the text with every character visible and at most two columns wide: control characters,
-/// marks that change the direction of text, and others without a width are written as escapes.
-pub(super) fn safe(text: &str) -> String {
-    let mut shown = String::with_capacity(text.len());
-    for c in text.chars() {
-        if c.is_control() || width_of(c) == 0 || is_directional(c) {
-            shown.extend(c.escape_default());
-        } else {
-            shown.push(c);
-        }
-    }
-    shown
-}
-
-fn is_directional(c: char) -> bool {
-    matches!(c, '\u{200e}' | '\u{200f}' | '\u{61c}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-}
 
 /// Returns the columns of a character on a terminal.
 fn width_of(c: char) -> usize {
     Span::raw(c.encode_utf8(&mut [0; 4]) as &str).width()
 }
 
-/// Returns the columns of a text that [`safe`] has returned.
+/// Returns the columns of a text.
 pub(super) fn width(text: &str) -> usize {
     text.chars().map(width_of).sum()
 }
@@ -91,14 +73,6 @@ pub(super) const UNKNOWN: &str = "–";
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn no_text_reaches_the_terminal_as_a_command() {
-        assert_eq!(safe("a\u{1b}[31mb\n\t\0"), "a\\u{1b}[31mb\\n\\t\\u{0}");
-        assert_eq!(safe("\u{9b}2J\u{7f}"), "\\u{9b}2J\\u{7f}");
-        assert_eq!(safe("\u{202e}exe.\u{2066}\u{200b}"), "\\u{202e}exe.\\u{2066}\\u{200b}");
-        assert_eq!(safe("grüße <b>漢字</b>"), "grüße <b>漢字</b>");
-    }
 
     #[test]
     fn texts_fill_exactly_their_columns() {

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `program` | replays, snapshots, completions, errors |
 //! | `plan`, `report`, `stage`, `plot`, `bench` | the commands of these names |
+//! | `foreign` | hostile names in every command |
 //! | `processes` | `aquifer top` and `aquifer metrics` over other processes |
 //! | `terminal` | a program on a pseudo-terminal |
 //! | `support` | the program, its data, folders of a test's own |
@@ -15,6 +16,7 @@
 )]
 
 mod bench;
+mod foreign;
 mod plan;
 mod plot;
 mod processes;

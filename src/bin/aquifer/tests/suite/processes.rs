@@ -28,6 +28,7 @@ use aquifer_device::{DevicePool, PoolConfig};
 use aquifer_driver::sim::Sim;
 use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
 use aquifer_status::{PoolFigures, PoolKind, PoolSlot, SlotDescription};
+pub(crate) use parts::{Part, Scratch};
 use parts::{say, wait_for_end, wait_for_line};
 
 const MIB: u64 = 1 << 20;
