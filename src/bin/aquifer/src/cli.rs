@@ -569,9 +569,12 @@ pub(crate) struct Top {
     /// Print JSON; implies --once
     #[arg(long)]
     pub(crate) json: bool,
-    /// Keep the files of dead processes; otherwise they are shown once more and removed
+    /// Also show dead processes, with their last figures
     #[arg(long)]
-    pub(crate) no_sweep: bool,
+    pub(crate) dead: bool,
+    /// Remove the files of dead processes
+    #[arg(long)]
+    pub(crate) sweep: bool,
 }
 
 /// Flags of `metrics`.

@@ -51,7 +51,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// [`TopError`].
 pub(crate) fn run(args: &cli::Top) -> Result<String, TopError> {
     let folder = StatusFolder::open()?;
-    let mut monitor = Monitor::new(folder, !args.no_sweep);
+    let mut monitor = Monitor::new(folder, args.dead, args.sweep);
     if !args.once && !args.json && io::stdout().is_terminal() {
         let interval = args.interval.unwrap_or(INTERVAL);
         return session::run(&mut monitor, interval).map(|()| String::new());

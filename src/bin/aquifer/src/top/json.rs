@@ -27,6 +27,7 @@ pub(super) fn text(monitor: &Monitor) -> String {
         "processes": processes,
         "shared": shared.map(SharedMemories::as_json),
         "errors": errors.chain(&monitor.sweep_error).collect::<Vec<_>>(),
+        "dead": monitor.hidden_dead,
         "swept": monitor.swept,
     });
     // Formatting of a value cannot fail.

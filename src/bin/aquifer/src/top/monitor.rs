@@ -10,23 +10,28 @@ use super::{
 use aquifer_console::foreign::printable;
 use aquifer_status::{ProcessStatus, StatusError, StatusFolder};
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
-/// How long a dead process is shown. Its file is swept after that.
+/// How long a process that has died is shown.
 const DEAD_SHOWN: Duration = Duration::from_secs(10);
 
 /// What is shown, and what it is made of.
 pub(super) struct Monitor {
     folder: StatusFolder,
+    /// Whether processes are shown that were dead before.
+    shows_dead: bool,
+    /// Whether files of dead processes are removed.
     sweeps: bool,
     driver: DriverCounts,
     /// The last reading, with dead processes whose files are gone.
     pub(super) last: Option<Reading>,
-    /// When each dead process was first seen dead.
+    /// When each dead process that is shown was first seen dead.
     dead: HashMap<PathBuf, Instant>,
+    /// Dead processes that are not shown.
+    pub(super) hidden_dead: usize,
     pub(super) histories: Histories,
     /// The processes of the last reading, in its order.
     pub(super) processes: Vec<ProcessSum>,
@@ -40,13 +45,15 @@ pub(super) struct Monitor {
 }
 
 impl Monitor {
-    pub(super) fn new(folder: StatusFolder, sweeps: bool) -> Self {
+    pub(super) fn new(folder: StatusFolder, shows_dead: bool, sweeps: bool) -> Self {
         Self {
             folder,
+            shows_dead,
             sweeps,
             driver: DriverCounts::load(),
             last: None,
             dead: HashMap::new(),
+            hidden_dead: 0,
             histories: Histories::default(),
             processes: Vec::new(),
             devices: Vec::new(),
@@ -83,39 +90,49 @@ impl Monitor {
             let physical = if process.is_alive { process.shown().physical } else { 0 };
             self.histories.add(&process.path, reading.at, physical);
         }
-        let shown = &self.processes;
-        self.histories.retain(|path| shown.iter().any(|process| process.path == path));
+        let shown: HashSet<&Path> = self.processes.iter().map(|process| &*process.path).collect();
+        self.histories.retain(|path| shown.contains(path));
         self.last = Some(reading);
         Ok(())
     }
 
-    /// Adds dead processes of the last reading whose files another program has swept, and sweeps
-    /// those that were shown long enough.
+    /// Leaves out dead processes, except those that have died in sight, which are shown for a while
+    /// also if their files are gone, and all where that was asked for.
     fn keep_dead(&mut self, reading: &mut Reading) {
         let now = reading.at;
+        let before = self.last.iter().flat_map(|last| &last.processes);
+        let before: HashMap<&Path, &ProcessStatus> =
+            before.map(|process| (&*process.path, process)).collect();
+        let dead = |reading: &Reading| reading.processes.iter().filter(|p| !p.is_alive).count();
         for process in reading.processes.iter().filter(|process| !process.is_alive) {
-            self.dead.entry(process.path.clone()).or_insert(now);
+            let was_alive = before.get(&*process.path).is_some_and(|before| before.is_alive);
+            if was_alive || self.shows_dead {
+                self.dead.entry(process.path.clone()).or_insert(now);
+            }
         }
         let is_old = |since: &Instant| now.duration_since(*since) >= DEAD_SHOWN;
-        if self.sweeps && self.dead.values().any(is_old) {
-            self.sweep_now();
-        }
-        let sweeps = self.sweeps;
-        let is_present = |path: &Path| reading.processes.iter().any(|found| found.path == path);
-        // Without sweeping a dead process is shown as long as its file is there.
-        self.dead.retain(|path, since| !is_old(since) || (!sweeps && is_present(path)));
+        let all = dead(reading);
+        let sweep = self.sweeps && (all > self.dead.len() || self.dead.values().any(is_old));
+        let present: HashSet<&Path> = reading.processes.iter().map(|p| &*p.path).collect();
+        // Files that stay are shown as long as they are there, where that was asked for.
+        let stays = self.shows_dead && !self.sweeps;
+        self.dead.retain(|path, since| !is_old(since) || (stays && present.contains(&**path)));
         let before = self.last.iter().flat_map(|last| &last.processes);
         let gone: Vec<ProcessStatus> = before
             .filter(|process| !process.is_alive && self.dead.contains_key(&process.path))
-            .filter(|process| !is_present(&process.path))
+            .filter(|process| !present.contains(&*process.path))
             .cloned()
             .collect();
+        let shown = &self.dead;
+        reading.processes.retain(|process| process.is_alive || shown.contains_key(&process.path));
+        self.hidden_dead = all - dead(reading);
         reading.processes.extend(gone);
-        let dead = &self.dead;
-        reading.processes.retain(|process| process.is_alive || dead.contains_key(&process.path));
+        if sweep {
+            self.sweep_now();
+        }
     }
 
-    /// Removes the files of dead processes, unless that is turned off.
+    /// Removes the files of dead processes, if that was asked for.
     pub(super) fn sweep_now(&mut self) {
         if !self.sweeps {
             return;

@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn every_size_of_a_terminal_can_be_drawn() {
         let folder = StatusFolder::at("/nowhere/at/all").unwrap();
-        let mut monitor = Monitor::new(folder, false);
+        let mut monitor = Monitor::new(folder, false, false);
         monitor.read().unwrap();
         let mut view = View::new(Duration::from_secs(1));
         let palette = Palette::new(true);

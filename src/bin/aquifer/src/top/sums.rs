@@ -22,8 +22,8 @@ pub(super) struct PoolSum {
     pub(super) physical: u64,
     /// The sum of the peaks of `physical`: an upper bound of the common peak.
     pub(super) peak: u64,
-    /// The limit that all pools have. `None` if they have several or none: budgets may be shared,
-    /// so limits have no sum.
+    /// The limit of the only pool. `None` for several: budgets may be shared, so limits have no
+    /// sum, and the sum of peaks would be compared with the limit of one.
     pub(super) limit: Option<u64>,
     /// The largest free extent of any pool at its last slow path. `None` if one does not publish
     /// it, or has less free by now.
@@ -66,7 +66,7 @@ impl PoolSum {
         ] {
             *sum = sum.saturating_add(by);
         }
-        self.limit = self.limit.filter(|_| self.limit == other.limit);
+        self.limit = None;
         let both = self.largest_free.zip(other.largest_free);
         self.largest_free = both.map(|(a, b)| a.max(b));
         self.rates = self.rates.zip(other.rates).map(|(a, b)| a.add(b));
@@ -268,12 +268,23 @@ mod tests {
         sum.add(&part(10, Some(100), Some(50)));
         assert_eq!((sum.limit, sum.largest_percent()), (Some(100), Some(25)));
         sum.add(&part(u64::MAX, Some(100), Some(90)));
-        assert_eq!((sum.pools, sum.physical, sum.limit), (2, u64::MAX, Some(100)));
+        assert_eq!((sum.pools, sum.physical), (2, u64::MAX));
         assert_eq!((sum.largest_free, sum.largest_percent()), (Some(90), Some(22)));
         assert_eq!(sum.rates.map(|rates| rates.growths), Some(3.0));
         sum.add(&part(0, Some(99), None));
-        assert_eq!((sum.limit, sum.largest_free, sum.largest_percent()), (None, None, None));
+        assert_eq!((sum.largest_free, sum.largest_percent()), (None, None));
         sum.add(&PoolSum { pools: 1, limit: Some(99), ..PoolSum::default() });
         assert_eq!((sum.limit, sum.rates), (None, None));
+    }
+
+    #[test]
+    fn no_peak_of_several_pools_is_compared_with_the_limit_of_one() {
+        let device =
+            PoolSum { pools: 1, limit: Some(100), peak: 80, physical: 70, ..PoolSum::default() };
+        let mut sum = PoolSum::default();
+        sum.add(&device);
+        assert_eq!((sum.peak, sum.limit), (80, Some(100)));
+        sum.add(&device);
+        assert_eq!((sum.peak, sum.limit), (160, None));
     }
 }

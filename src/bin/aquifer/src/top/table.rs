@@ -341,8 +341,9 @@ pub(super) fn device_line(device: &DeviceSum) -> String {
 
 /// Returns the heading: how many processes there are, and where they publish.
 pub(super) fn summary(monitor: &Monitor) -> String {
-    let dead = monitor.processes.iter().filter(|process| !process.is_alive).count();
-    let alive = monitor.processes.len() - dead;
+    let shown_dead = monitor.processes.iter().filter(|process| !process.is_alive).count();
+    let alive = monitor.processes.len() - shown_dead;
+    let dead = shown_dead + monitor.hidden_dead;
     let mut text = match alive {
         1 => "1 process".to_owned(),
         count => format!("{count} processes"),

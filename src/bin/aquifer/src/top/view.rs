@@ -170,6 +170,6 @@ pub(super) const HELP: [&str; 27] = [
     "beyond these pools. A simulated device has no such count.",
     "shared: a memory that processes share by a ledger, with its members.",
     "other: what is in use there and claimed by none of them.",
-    "Dead processes stay for 10 s; then their files are removed,",
-    "unless --no-sweep was given.",
+    "A process that dies stays for 10 s. With --dead all dead ones are",
+    "shown; with --sweep their files are removed.",
 ];

@@ -37,7 +37,7 @@ fn the_drivers_count_is_compared_with_the_processes_on_the_same_gpu() {
         assert!(output.status.success());
         String::from_utf8(output.stdout).unwrap()
     };
-    let all: Value = serde_json::from_str(&output(&["top", "--json", "--no-sweep"])).unwrap();
+    let all: Value = serde_json::from_str(&output(&["top", "--json"])).unwrap();
     assert_eq!(all["driver"], "NVML");
     let devices = all["devices"].as_array().unwrap();
     assert_eq!(devices.len(), 3, "{all}");
@@ -58,7 +58,7 @@ fn the_drivers_count_is_compared_with_the_processes_on_the_same_gpu() {
         });
         assert_eq!(*device, expected);
     }
-    let page = output(&["top", "--no-sweep"]);
+    let page = output(&["top"]);
     let line = "0000:01:00.0 GPU 1: 2.00 GiB in 2 processes; live 1.00 GiB, cached 1.00 GiB, \
                 pending 0 B; outside 3.00 GiB of 16.0 GiB";
     assert!(page.contains(line), "{page}");
@@ -66,7 +66,7 @@ fn the_drivers_count_is_compared_with_the_processes_on_the_same_gpu() {
     assert!(page.contains("outside unknown\n"), "{page}");
     // A dead process holds nothing.
     parts[1].kill();
-    let all: Value = serde_json::from_str(&output(&["top", "--json", "--no-sweep"])).unwrap();
+    let all: Value = serde_json::from_str(&output(&["top", "--json"])).unwrap();
     let device = &all["devices"][0];
     assert_eq!((&device["processes"], &device["outside"]), (&1.into(), &(4 * gib).into()));
 }

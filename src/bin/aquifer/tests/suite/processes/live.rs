@@ -32,7 +32,7 @@ fn processes_are_shown_with_their_own_figures_and_die_in_sight() {
     let mut parts: Vec<Part> =
         (1..4).map(|scale| Part::start("device_process", &folder, scale)).collect();
     let own: Vec<_> = parts.iter_mut().map(Part::figures).collect();
-    let mut window = Window::open(&folder, &["--interval", "100ms"], 160, 24);
+    let mut window = Window::open(&folder, &["--interval", "100ms", "--sweep"], 160, 24);
     let screen = window.wait("three processes", |screen| screen.contains("3 processes in "));
     assert!(window.is_raw());
     assert!(screen.contains("PHYSICAL▼") && screen.contains("q end"), "{screen}");
@@ -166,7 +166,7 @@ fn no_color_is_used_where_none_is_wanted() {
     parts.iter_mut().for_each(|part| drop(part.figures()));
     parts[1].kill();
     for is_colored in [true, false] {
-        let mut command = super::parts::program(&folder.0, &["top", "--no-sweep"]);
+        let mut command = super::parts::program(&folder.0, &["top", "--dead"]);
         if !is_colored {
             command.env("NO_COLOR", "1");
         }

@@ -41,14 +41,14 @@ fn process(all: &Value, process: u32) -> &Value {
 }
 
 #[test]
-fn figures_equal_those_of_each_process_and_dead_ones_are_shown_once() {
+fn figures_equal_those_of_each_process_and_reading_removes_no_file() {
     let folder = Scratch::new("figures");
     let mut parts: Vec<Part> =
         (1..4).map(|scale| Part::start("device_process", &folder, scale)).collect();
     let mut pinned = Part::start("pinned_process", &folder, 1);
     let own: Vec<_> = parts.iter_mut().map(Part::figures).collect();
     let own_pinned = pinned.figures();
-    let all = json(&folder, &["--no-sweep"]);
+    let all = json(&folder, &[]);
     assert_eq!(all["errors"].as_array().unwrap().len(), 0);
     assert_eq!(all["seconds_between_readings"], Value::Null);
     for (part, own) in parts.iter().zip(&own) {
@@ -72,7 +72,7 @@ fn figures_equal_those_of_each_process_and_dead_ones_are_shown_once() {
     let outside = all["devices"].as_array().unwrap().iter().map(|device| &device["processes"]);
     assert!(outside.into_iter().all(|processes| *processes == 0), "{all}");
 
-    let page = printed(&folder, &["top", "--no-sweep"]);
+    let page = printed(&folder, &["top"]);
     for part in &parts {
         assert!(page.contains(&format!("{} - ", part.child.id())), "{page}");
     }
@@ -81,17 +81,26 @@ fn figures_equal_those_of_each_process_and_dead_ones_are_shown_once() {
 
     parts[1].kill();
     let dead = parts[1].child.id();
+    // What has died is neither shown nor removed, unless that is asked for.
+    let all = json(&folder, &[]);
+    let (shown, folded) = (all["processes"].as_array().unwrap().len(), &all["dead"]);
+    assert_eq!((shown, folded, &all["swept"]), (3, &1.into(), &0.into()));
+    let page = printed(&folder, &["top", "--once"]);
+    assert!(page.starts_with("3 processes, 1 dead in ") && !page.contains("[dead]"), "{page}");
+    printed(&folder, &["metrics"]);
+    assert_eq!(folder.files(), 4);
     for _ in 0..2 {
-        let all = json(&folder, &["--no-sweep"]);
+        let all = json(&folder, &["--dead"]);
         assert_eq!(
             (process(&all, dead)["state"].as_str(), &all["swept"]),
             (Some("dead"), &0.into())
         );
         assert_eq!(of_pool(&process(&all, dead)["pools"][0]), own[1]);
     }
-    assert!(printed(&folder, &["top", "--once", "--no-sweep"]).contains("[dead] "));
-    let all = json(&folder, &[]);
+    assert!(printed(&folder, &["top", "--once", "--dead"]).contains("[dead] "));
+    let all = json(&folder, &["--dead", "--sweep"]);
     assert_eq!((process(&all, dead)["state"].as_str(), &all["swept"]), (Some("dead"), &1.into()));
+    assert_eq!(folder.files(), 3);
     let all = json(&folder, &[]);
     assert_eq!((all["processes"].as_array().unwrap().len(), &all["swept"]), (3, &0.into()));
     drop((parts, pinned));
