@@ -102,10 +102,14 @@
 //! # Closing
 //! Dropping the last handle closes the pool. Allocations then return an error, and regions without
 //! live blocks are released at once. Live blocks stay valid, and the free of a region's last block
-//! releases the region. That free must not wait for devices, so a pinned region stays charged until
-//! a quiet point, a trim, a [`sweep`], or the next region that its budget would refuse. The core
-//! that allocators point to is never freed. It is recycled with a new generation, so that an
-//! allocator of the old pool is refused.
+//! releases the region. While other pools of the same machine are open, that free must not wait for
+//! devices: a pinned region stays charged until a quiet point, a trim, a [`sweep`], or the next
+//! region that its budget would refuse. Once no pool is open, no quiet point may follow, and the
+//! free ends the registration itself, which waits for devices. The close of the last pool, and the
+//! free of a closed pool's last block after that, also wait for copies in flight, at most
+//! [`PinnedConfig::patience`] for each pool. Memory of longer copies is released when the next pool
+//! is created. The core that allocators point to is never freed. It is recycled with a new
+//! generation, so that an allocator of the old pool is refused.
 //!
 //! # In a child of a fork
 //! A child does not inherit the memory, and locks may be held by threads that do not exist there.

@@ -24,6 +24,8 @@ pub(crate) enum LockOrder {
     Lingering,
     /// Cores without a pool.
     IdleCores,
+    /// The machines of open pools.
+    Open,
     /// Regions that wait for a quiet point.
     Retired,
     /// Regions that the driver or the kernel could not release.

@@ -39,7 +39,8 @@ pub struct PinnedConfig {
     /// Maximum time for making one region. `None` for no limit. Default: `None`.
     pub deadline: Option<Duration>,
     /// Maximum time that an allocation which would fail waits for pending blocks, and that reclaim
-    /// may wait for memory of other pools. Zero for no wait. Default: 100 ms.
+    /// may wait for memory of other pools. The last pool also waits this long for copies in flight
+    /// when it closes. Zero for no wait. Default: 100 ms.
     pub patience: Duration,
     /// When the pool may grow. Default: [`Grow::Now`].
     pub grow: Grow,

@@ -67,6 +67,11 @@ impl PoolContext {
         MemoryLocation::Host(self.config.node.map(|node| node.0))
     }
 
+    /// Returns the machine whose driver pins the pool's memory, if there is one.
+    pub(super) fn machine(&self) -> Option<u64> {
+        self.host.reach.as_ref().map(|reach| reach.driver.machine())
+    }
+
     /// Records the limit of the pool's memory if it has changed since it was last recorded. Called
     /// when the pool is opened, and by growth, failures and trims, with no lock held.
     pub(super) fn report_limit(&self) {

@@ -414,9 +414,9 @@ impl PoolCore {
         released
     }
 
-    /// Releases the wholly free regions of a closed pool when its last blocks are freed. This must
-    /// not wait for devices, so pinned regions are left for the next quiet point.
-    pub(super) fn release_after_close(&'static self, shared: &Arc<PoolContext>) {
+    /// Releases the wholly free regions of a closed pool without waiting for devices: pinned regions
+    /// are left for the next quiet point.
+    pub(super) fn retire_unused(&'static self, shared: &Arc<PoolContext>) {
         while let Some(region) = self.with(|state| state.remove(shared, 0)) {
             let (start, len) = (region.span().start as u64, region.span().len as u64);
             if region.is_pinned() {

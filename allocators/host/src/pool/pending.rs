@@ -1,6 +1,7 @@
 //! Pending frees: blocks that were freed while a gate was shut, and closed pools with such blocks.
 
 use super::{
+    context::PoolContext,
     pool_core::{LINGERING, PoolCore, is_open},
     state::{FreedBlock, PolledBlock},
 };
@@ -10,7 +11,8 @@ use aquifer_driver::HostAccess;
 use std::{
     mem,
     panic::{AssertUnwindSafe, catch_unwind},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 /// Releases the memory of closed pools that had live blocks or unfinished copies, as far as these
@@ -19,10 +21,15 @@ use std::{
 ///
 /// See [`PinnedPool`](super::PinnedPool) for an example that leaves such memory.
 pub fn sweep() {
+    sweep_after(|_, _| {});
+}
+
+fn sweep_after(wait: impl Fn(&'static PoolCore, &PoolContext)) {
     let lingering = mem::take(&mut *LINGERING.lock());
     for core in lingering.into_iter().filter(|core| core.is_current_process()) {
         core.poll_all();
         if let Some(shared) = core.with(|state| state.shared.clone().filter(|_| !state.open)) {
+            wait(core, &shared);
             core.drain(&shared, true);
             core.reap(&shared, 0, u64::MAX, None);
             core.recycle_or_linger();
@@ -37,6 +44,25 @@ fn done(blocks: &[PolledBlock]) -> impl Iterator<Item = FreedBlock> {
 }
 
 impl PoolCore {
+    /// As [`sweep`], when the last pool that pins memory for a machine has closed, or its last
+    /// block is freed. No later quiet point may come, so copies still in flight are waited for, for
+    /// each pool at most its patience.
+    pub(super) fn settle(machine: Option<u64>) {
+        sweep_after(|core, shared| {
+            let end = clock::after(shared.config.patience);
+            let left = || end.saturating_duration_since(Instant::now());
+            while shared.machine() == machine
+                && core.with(|state| state.has_pending() && !state.has_live())
+                && !left().is_zero()
+            {
+                if !core.wait_oldest(left()) {
+                    // Another thread polls them.
+                    thread::yield_now();
+                }
+            }
+        });
+    }
+
     /// Polls the gates of all pending blocks.
     pub(super) fn poll_all(&'static self) {
         let blocks = self.with(|state| state.begin_poll(usize::MAX));

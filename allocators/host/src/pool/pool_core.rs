@@ -80,6 +80,10 @@ pub fn stale_frees() -> u64 {
 static IDLE_CORES: ForkSafe<Vec<&'static PoolCore>> =
     ForkSafe::new(LockOrder::IdleCores, Vec::new());
 
+/// The machines ([`Driver::machine`](aquifer_driver::Driver::machine)) that the open pools pin
+/// memory for, each with its process: a child inherits this list, but no pool.
+static OPEN: ForkSafe<Vec<(Process, u64)>> = ForkSafe::new(LockOrder::Open, Vec::new());
+
 /// Cores of closed pools with pending blocks. No allocation polls their gates any more.
 pub(super) static LINGERING: ForkSafe<Vec<&'static PoolCore>> =
     ForkSafe::new(LockOrder::Lingering, Vec::new());
@@ -118,6 +122,9 @@ impl PoolCore {
                 grown: Condvar::new(),
             }))
         });
+        if let Some(machine) = shared.machine() {
+            OPEN.lock().push((process, machine));
+        }
         core.observed.store(shared.observed, Ordering::Relaxed);
         let has_magazines = shared.config.recorder.is_none()
             && shared.config.magazines
@@ -280,11 +287,44 @@ impl PoolCore {
             shared
         });
         if let Some(shared) = shared {
+            if let Some(machine) = shared.machine() {
+                let mut open = OPEN.lock();
+                if let Some(own) = open.iter().position(|of| *of == (self.process, machine)) {
+                    open.swap_remove(own);
+                }
+            }
             self.drain(&shared, true);
             self.poll_all();
             self.reap(&shared, 0, u64::MAX, None);
             self.publish(&shared);
             self.recycle_or_linger();
+            if self.is_last_of(&shared) {
+                Self::settle(shared.machine());
+            }
+        }
+    }
+
+    /// Returns whether no open pool pins memory for the machine of this closed one. No quiet point
+    /// may then ever come.
+    fn is_last_of(&self, shared: &PoolContext) -> bool {
+        let machine = shared.machine();
+        !OPEN.lock().iter().any(|&(process, of)| process == self.process && Some(of) == machine)
+    }
+
+    /// Releases what the free of a block has left unused of a closed pool.
+    fn release_after_close(&'static self, shared: &Arc<PoolContext>) {
+        self.drain(shared, true);
+        self.poll_all();
+        let last = self.is_last_of(shared);
+        if last {
+            self.reap(shared, 0, u64::MAX, None);
+        } else {
+            self.retire_unused(shared);
+        }
+        let ended = self.with(|state| state.serves(shared) && !state.has_live());
+        self.recycle_or_linger();
+        if last && ended {
+            Self::settle(shared.machine());
         }
     }
 
@@ -620,10 +660,7 @@ impl PoolCore {
             && released != FreeOutcome::Refused
             && let Some(shared) = shared
         {
-            self.drain(&shared, true);
-            self.poll_all();
             self.release_after_close(&shared);
-            self.recycle_or_linger();
         }
     }
 

@@ -514,6 +514,11 @@ impl PoolState {
         !self.gated.is_empty()
     }
 
+    /// Returns whether any block is live, where magazines hold none.
+    pub(super) fn has_live(&self) -> bool {
+        self.out_of_heap > 0
+    }
+
     /// Returns whether nothing of a closed pool is left.
     pub(super) fn is_finished(&self) -> bool {
         !self.open && self.regions.is_empty() && self.gated.is_empty()

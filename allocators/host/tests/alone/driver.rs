@@ -392,10 +392,10 @@ fn growing_and_trimming_break_no_capture() {
 }
 
 #[test]
-fn the_last_free_of_a_closed_pool_waits_for_no_device_and_a_quiet_point_ends_what_it_leaves() {
+fn the_last_free_of_a_closed_pool_waits_for_no_device_while_another_pool_is_open() {
     let _alone = alone();
     let (sim, host) = machine();
-    let budget = budget();
+    let (budget, other) = (budget(), PinnedPool::new(&host, &budget(), config()).unwrap());
     let pool = PinnedPool::new(&host, &budget, config()).unwrap();
     let mut left = AllocVec::new_in(pool.allocator());
     left.push(7u8);
@@ -405,10 +405,39 @@ fn the_last_free_of_a_closed_pool_waits_for_no_device_and_a_quiet_point_ends_wha
     drop(left);
     assert!(budget.used() > 0, "registered, and so charged");
     drop(stalled);
-    eventually(|| {
-        pool::sweep();
-        sim.outstanding().is_empty() && budget.used() == 0
-    });
+    drop(other);
+    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+    assert_eq!(budget.used(), 0, "the last pool to close ends what others have left");
+}
+
+#[test]
+fn the_last_owner_of_pinned_memory_unregisters_it_and_waits_for_copies_in_flight() {
+    let _alone = alone();
+    let sim = Sim::h200(1).paced(100);
+    let host = support::host().with_driver(sim.driver(), GPU);
+    let (_streams, stream) = stream(&sim);
+    let budget = budget();
+    let mut config = config();
+    config.patience = support::PATIENCE;
+    let mut target = OnDevice::new(sim.driver(), MIB as u64);
+    let mut pool_and_blocks = || {
+        let pool = PinnedPool::new(&host, &budget, config.clone()).unwrap();
+        let block = PinnedBuf::copy_in(&pool, &vec![9u8; MIB]).unwrap();
+        let flight = stream.upload(block, &mut target).unwrap();
+        let block = pool.buffer::<u8>(1).unwrap();
+        assert_eq!(sim.outstanding().registrations, 1);
+        (pool, flight, block)
+    };
+    let (pool, flight, block) = pool_and_blocks();
+    drop((pool, flight, block));
+    assert_eq!(sim.outstanding().registrations, 0, "the pool first");
+    let (pool, flight, block) = pool_and_blocks();
+    drop((flight, block, pool));
+    assert_eq!(sim.outstanding().registrations, 0, "the pool last");
+    let (pool, flight, block) = pool_and_blocks();
+    drop((block, pool, flight));
+    assert_eq!(sim.outstanding().registrations, 0, "a flight last");
+    assert_eq!((budget.used(), sim.violations()), (0, vec![]));
 }
 
 #[test]
