@@ -22,7 +22,7 @@ from unittest import mock
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import aquifer_torch  # noqa: E402
-from aquifer_torch import library as binding  # noqa: E402
+from aquifer_torch import host, library as binding  # noqa: E402
 from launch_on_sim import LauncherTests  # noqa: E402
 from ledger_on_sim import LedgerTests  # noqa: E402
 from placing_on_sim import PlacingTests  # noqa: E402
@@ -425,6 +425,15 @@ print(library.stats(0)["physical"] // MIB)
             self.receive(theirs)
         LIBRARY.aq_torch_close(self.receive(handle))
         LIBRARY.aq_torch_free(memory, 0, -1, None)
+
+    def test_a_forked_child_reads_what_its_parent_has_pinned(self):
+        block = host.PinnedBlock(MIB)
+        ctypes.memset(block.address, 7, MIB)
+        child = os.fork()
+        if child == 0:
+            # As NumPy's array over it would read it. A read of memory that is not there ends the child by a signal.
+            os._exit(0 if ctypes.string_at(block.address, MIB) == bytes([7]) * MIB else 1)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
 
     def test_settings_come_once(self):
         with self.assertRaisesRegex(aquifer_torch.AquiferError, "AQ_ERROR_BUSY"):

@@ -382,7 +382,8 @@ aq_status aq_memory_snapshot(aq_runtime runtime, uint32_t device, const char *pa
 /* Allocates a block of pinned host memory on the NUMA node next to the device, or on any node if
  * there is no such device. `align` is a power of two, or 0 for 64. Not zeroed. If the memory
  * cannot be pinned it is pageable: see aq_pinned_is_pinned. Blocks while the pool grows (from 10
- * ms per GiB), which also delays kernel launches.
+ * ms per GiB), which also delays kernel launches. A child of fork() has the same pages and may read
+ * them.
  * AQ_ERROR_NULL, _ZERO_SIZE, _TOO_LARGE, _BAD_ALIGNMENT, _OUT_OF_MEMORY. */
 aq_status aq_pinned_alloc(aq_runtime runtime, uint32_t device, uint64_t bytes, uint64_t align,
                           void **memory);

@@ -11,7 +11,7 @@ use crate::{
     thread_state,
 };
 use aquifer::{
-    DeviceId, MemoryError, PoolConfig, Runtime,
+    DeviceId, MemoryError, PinnedConfig, PoolConfig, Runtime,
     event::{Recorder, RingSink},
     sim::{DeviceConfig, Schedule, Sim, SimConfig},
 };
@@ -256,8 +256,11 @@ impl aq_runtime_options {
         if let Some(history) = &history {
             pools.recorder = Some(Arc::new(Recorder::new(history.clone())));
         }
+        let mut pinned = PinnedConfig::default();
+        // Forked workers read what their parent has pinned: so it is with the driver's own memory.
+        pinned.share_on_fork = true;
         let build_runtime = |sim: Option<&Sim>| {
-            let mut builder = Runtime::builder().pools(pools.clone());
+            let mut builder = Runtime::builder().pools(pools.clone()).pinned(pinned.clone());
             if let Some(sim) = sim {
                 builder = builder.driver(sim.driver());
             }

@@ -87,6 +87,8 @@ pub enum Advice {
     HugePage,
     /// Disables transparent huge pages.
     NoHugePage,
+    /// Frees the pages of a shared mapping for all processes. They read zeros from then on.
+    Remove,
 }
 
 /// The memory policy that prefers one node and falls back to others when it is full
@@ -186,12 +188,31 @@ impl Kernel {
     /// `ENOMEM` if the pool of huge pages, or the number of mappings, is exhausted. The range is
     /// then unchanged.
     pub unsafe fn map(&self, span: Span, pages: MapPages) -> Result<()> {
+        // SAFETY: 1. the caller's first condition.
+        unsafe { self.map_fresh(span, pages, libc::MAP_PRIVATE) }
+    }
+
+    /// As [`Kernel::map`], but the children of a fork have the same pages (`MAP_SHARED`).
+    ///
+    /// # Safety
+    /// 1. The range is reserved or mapped by the caller, and is not in use.
+    ///
+    /// # Errors
+    /// As [`Kernel::map`].
+    pub unsafe fn map_for_children(&self, span: Span, pages: MapPages) -> Result<()> {
+        // SAFETY: 1. the caller's first condition.
+        unsafe { self.map_fresh(span, pages, libc::MAP_SHARED) }
+    }
+
+    /// # Safety
+    /// 1. The range is reserved or mapped by the caller, and is not in use.
+    unsafe fn map_fresh(&self, span: Span, pages: MapPages, sharing: c_int) -> Result<()> {
         self.intercept(match pages {
             MapPages::Ordinary => SystemCall::Map,
             MapPages::Huge2M | MapPages::Huge1G => SystemCall::MapHuge,
         })?;
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | pages.bits();
+        let flags = sharing | libc::MAP_ANONYMOUS | libc::MAP_FIXED | pages.bits();
         // SAFETY: 1. the caller's first condition.
         let address = unsafe { libc::mmap(span.pointer(), span.len, access, flags, -1, 0) };
         if address == libc::MAP_FAILED { Err(last_error("mmap")) } else { Ok(()) }
@@ -218,6 +239,7 @@ impl Kernel {
     ///
     /// # Safety
     /// 1. The range is mapped by the caller.
+    /// 2. For [`Advice::Remove`], it is no longer in use by this process.
     ///
     /// # Errors
     /// `EINVAL` if the kernel does not support the advice.
@@ -227,10 +249,11 @@ impl Kernel {
             Advice::DontDump => (SystemCall::DontDump, libc::MADV_DONTDUMP),
             Advice::HugePage => (SystemCall::HugePage, libc::MADV_HUGEPAGE),
             Advice::NoHugePage => (SystemCall::NoHugePage, libc::MADV_NOHUGEPAGE),
+            Advice::Remove => (SystemCall::Remove, libc::MADV_REMOVE),
         };
         self.intercept(call)?;
-        // SAFETY: 1. none of them changes the contents of memory. 2. the range belongs to the
-        // caller.
+        // SAFETY: 1. only `Remove` changes the contents of memory, which is not in use then. 2. the
+        // range belongs to the caller.
         check("madvise", unsafe { libc::madvise(span.pointer(), span.len, advice) })
     }
 

@@ -112,9 +112,10 @@
 //! generation, so that an allocator of the old pool is refused.
 //!
 //! # In a child of a fork
-//! A child does not inherit the memory, and locks may be held by threads that do not exist there.
-//! In a child, allocations return [`MemoryError::OtherProcess`], frees do nothing, statistics are
-//! zero, and nothing blocks. The child can make a pool of its own. The parent's pool is unaffected.
+//! A child does not inherit the memory, unless [`PinnedConfig::share_on_fork`] lets it read blocks
+//! that exist, and locks may be held by threads that do not exist there. In a child, allocations
+//! return [`MemoryError::OtherProcess`], frees do nothing, statistics are zero, and nothing blocks.
+//! The child can make a pool of its own. The parent's pool is unaffected.
 //!
 //! # Caveats
 //! - `deallocate` cannot return an error: a pointer that is not a live block of the pool is ignored

@@ -8,7 +8,7 @@
 //!   charge     the budget first: populating past a control group's limit is a kill, not an error
 //!   address    from the process's window, see [`window`]
 //!   map        huge pages of 1 GiB or 2 MiB from the pool if there are enough, else ordinary ones
-//!   protect    not for child processes (or no region at all), not for core dumps
+//!   protect    not for child processes (or no region at all) unless shared; not for core dumps
 //!   pages      transparent huge pages, if they are offered, and until making them stalls
 //!   policy     prefer the node; a sandbox that forbids it leaves first touch
 //!   populate   in pieces, by workers on the node
@@ -132,6 +132,10 @@ pub struct RegionRequest {
     pub strict: bool,
     /// Whether the region must be pinned.
     pub pinning: Pinning,
+    /// Whether the child of a fork has the same pages (`MAP_SHARED`), or none
+    /// (`MADV_DONTFORK`). Shared memory has no transparent huge pages. Memory that the driver
+    /// allocates is shared as the driver does it.
+    pub share_on_fork: bool,
     /// The best kind of pages to try.
     pub pages: PageTier,
     /// How the driver pins the memory. See [`HostFlags`] for the cost of each flag. Write-combined
@@ -163,6 +167,7 @@ impl RegionRequest {
             node: None,
             strict: false,
             pinning: Pinning::default(),
+            share_on_fork: false,
             pages: PageTier::HugeTlb,
             flags: HostFlags::default(),
             registration: Self::REGISTRATION,

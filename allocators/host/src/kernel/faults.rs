@@ -38,6 +38,8 @@ pub enum SystemCall {
     Barrier,
     /// `madvise(MADV_NOHUGEPAGE)`.
     NoHugePage,
+    /// `madvise(MADV_REMOVE)`.
+    Remove,
     /// `madvise(MADV_POPULATE_READ)`.
     PopulateRead,
     /// `memfd_create`.
@@ -60,7 +62,7 @@ pub enum SystemCall {
 
 impl SystemCall {
     /// All calls.
-    pub const ALL: [SystemCall; 23] = [
+    pub const ALL: [SystemCall; 24] = [
         Self::Reserve,
         Self::Map,
         Self::MapHuge,
@@ -75,6 +77,7 @@ impl SystemCall {
         Self::Spawn,
         Self::Barrier,
         Self::NoHugePage,
+        Self::Remove,
         Self::PopulateRead,
         Self::MemFile,
         Self::Resize,
@@ -95,6 +98,7 @@ impl SystemCall {
             | Self::DontDump
             | Self::HugePage
             | Self::NoHugePage
+            | Self::Remove
             | Self::Populate
             | Self::PopulateRead => "madvise",
             Self::MemFile => "memfd_create",

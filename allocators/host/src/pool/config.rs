@@ -30,6 +30,19 @@ pub struct PinnedConfig {
     /// a large region. Default: 1 GiB. An allocation that grows the pool registers its region in
     /// one call, unless the driver or the kernel limits it.
     pub registration: usize,
+    /// Whether the child of a fork has the same pages. Default: `false`, it has none.
+    ///
+    /// - `false`: a child that reads a block ends by `SIGSEGV` (`MADV_DONTFORK`). The memory has
+    ///   transparent huge pages where the system offers them.
+    /// - `true`: the child reads blocks that were live at the fork, and sees what its parent and
+    ///   devices write to them later (`MAP_SHARED`). The parent sees what the child writes. Memory
+    ///   that the parent releases reads as zeros in the child. The pages are base pages, unless the
+    ///   pool of huge pages has some.
+    ///
+    /// There is no setting for a child's own copy, as it has of other private memory: the kernel
+    /// copies every pinned page at the fork, which takes seconds, and as much memory again for each
+    /// child. A program that the child executes has nothing of the memory in either case.
+    pub share_on_fork: bool,
     /// The largest page size to try. Default: [`PageTier::HugeTlb`], huge pages of 2 MiB.
     pub pages: PageTier,
     /// Flags for the registration with the driver. Default: `portable` only.
@@ -79,6 +92,7 @@ impl Default for PinnedConfig {
             pinning: Pinning::default(),
             chunk: 64 << 20,
             registration: region::RegionRequest::REGISTRATION,
+            share_on_fork: false,
             pages: PageTier::HugeTlb,
             flags: HostFlags::default(),
             verify: Verify::default(),

@@ -251,6 +251,7 @@ impl PoolCore {
         request.node = config.node;
         request.strict = config.strict;
         request.pinning = config.pinning;
+        request.share_on_fork = config.share_on_fork;
         request.pages = config.pages;
         request.flags = config.flags;
         request.registration = registration.next_multiple_of(GRANULE);
@@ -414,8 +415,8 @@ impl PoolCore {
         released
     }
 
-    /// Releases the wholly free regions of a closed pool without waiting for devices: pinned regions
-    /// are left for the next quiet point.
+    /// Releases the wholly free regions of a closed pool without waiting for devices: pinned
+    /// regions are left for the next quiet point.
     pub(super) fn retire_unused(&'static self, shared: &Arc<PoolContext>) {
         while let Some(region) = self.with(|state| state.remove(shared, 0)) {
             let (start, len) = (region.span().start as u64, region.span().len as u64);

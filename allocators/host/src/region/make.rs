@@ -310,9 +310,10 @@ impl<'a> RegionBuilder<'a> {
         if let Err(e) = self.map(&mut mapping, tier) {
             return Err((Some(mapping), Step::Map, Cause::System(e)));
         }
-        // The kernel would copy pinned pages that a child shares, and the device would not follow
-        // the copy.
-        if let Err(e) = mapping.advise(Advice::DontFork) {
+        // A fork would copy all pinned pages for the child.
+        if !self.request.share_on_fork
+            && let Err(e) = mapping.advise(Advice::DontFork)
+        {
             return Err((Some(mapping), Step::Protect, Cause::System(e)));
         }
         // A large core dump is no reason to fail.
@@ -344,7 +345,7 @@ impl<'a> RegionBuilder<'a> {
 
     fn map(&self, mapping: &mut Mapping, tier: PageTier) -> Result<(), SystemError> {
         match self.sharing {
-            Sharing::Private => mapping.map(tier),
+            Sharing::Private => mapping.map(tier, self.request.share_on_fork),
             Sharing::New => mapping.map_shared(tier, None),
             Sharing::Existing(file, _) => {
                 let again = file.try_clone().map_err(|e| SystemError {

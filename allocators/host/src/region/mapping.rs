@@ -23,6 +23,8 @@ pub(super) struct Mapping {
     kernel: Kernel,
     /// The file behind the memory, `None` for private memory of this process.
     file: Option<OwnedFd>,
+    /// Whether the children of a fork have the same pages.
+    inherited: bool,
     /// Whether memory is, or may be, mapped. Otherwise only the addresses are released.
     mapped: bool,
     /// Whether the memory contains only zeros yet. Data of other processes must not be
@@ -53,6 +55,7 @@ impl Mapping {
                 span,
                 kernel: kernel.clone(),
                 file: None,
+                inherited: false,
                 mapped: false,
                 fresh: true,
                 charge: Some(charge),
@@ -71,11 +74,17 @@ impl Mapping {
     }
 
     /// Maps new memory, and replaces an earlier mapping.
-    pub(super) fn map(&mut self, tier: PageTier) -> Result<(), SystemError> {
+    pub(super) fn map(&mut self, tier: PageTier, inherited: bool) -> Result<(), SystemError> {
+        let pages = tier.map_pages();
         // SAFETY: 1. the range was carved for this mapping, and `&mut` proves that no worker uses
         // it.
-        unsafe { self.kernel.map(self.span, tier.map_pages())? };
-        (self.mapped, self.fresh) = (true, true);
+        unsafe {
+            match inherited {
+                false => self.kernel.map(self.span, pages)?,
+                true => self.kernel.map_for_children(self.span, pages)?,
+            }
+        }
+        (self.mapped, self.fresh, self.inherited) = (true, true, inherited);
         self.file = None;
         Ok(())
     }
@@ -100,7 +109,7 @@ impl Mapping {
     }
 
     pub(super) fn advise(&self, advice: Advice) -> Result<(), SystemError> {
-        // SAFETY: 1. the range belongs to this mapping.
+        // SAFETY: 1. the range belongs to this mapping. 2. no caller passes `Remove`.
         unsafe { self.kernel.advise(self.span, advice) }
     }
 
@@ -148,6 +157,11 @@ impl Mapping {
             return Ok(None);
         }
         if self.mapped {
+            if self.inherited {
+                // Children would keep the pages. Where the kernel refuses, they do.
+                // SAFETY: 1. the range belongs to this mapping. 2. the region is no longer in use.
+                let _ = unsafe { self.kernel.advise(self.span, Advice::Remove) };
+            }
             // SAFETY: 1. the range belongs to this mapping, `&mut` proves that no worker uses it,
             // and the region is no longer in use.
             unsafe { self.kernel.unmap(self.span)? };
@@ -163,8 +177,9 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         if self.release().is_err() {
             let (span, kernel, file) = (self.span, self.kernel.clone(), self.file.take());
-            let charge = self.charge.take();
-            let mapping = Self { span, kernel, file, mapped: true, fresh: false, charge };
+            let (charge, inherited) = (self.charge.take(), self.inherited);
+            let mapping =
+                Self { span, kernel, file, inherited, mapped: true, fresh: false, charge };
             strand(span.len as u64, mapping);
         }
     }

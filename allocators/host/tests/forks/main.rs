@@ -2,6 +2,7 @@
 //!
 //! They form a separate process because they fork, and a child has only one thread of its parent.
 
+mod inherited;
 mod magazines;
 mod recording;
 #[path = "../suite/rig/mod.rs"]

@@ -26,7 +26,8 @@ impl RegionBuilder<'_> {
             tier = tier.below();
         }
         // Shared memory has its own setting for huge pages, which only applies to `shmem`.
-        if tier < PageTier::Transparent || matches!(self.sharing, Sharing::New) {
+        let shared = matches!(self.sharing, Sharing::New) || self.request.share_on_fork;
+        if tier < PageTier::Transparent || shared {
             return PageTier::Base;
         }
         if !self.host.topology.thp().value.is_some_and(|mode| mode.is_offered()) {
