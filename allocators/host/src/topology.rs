@@ -99,7 +99,7 @@ impl Topology {
     /// [`TopologyError`] for a file that cannot be parsed, or a value of `AQUIFER_NUMA` other than
     /// `on` and `off`.
     pub fn read() -> Result<Self, TopologyError> {
-        let numa = match env::var_os(NUMA_VARIABLE) {
+        let numa = match env::var_os(NUMA_VARIABLE).filter(|value| !value.is_empty()) {
             None => Found::unknown(Provenance::Nobody),
             Some(value) => Found::known(
                 Self::parse_switch(&value.to_string_lossy())?,
@@ -270,11 +270,15 @@ impl Topology {
         self.nearest(id, |node| node.memory_allowed && node.device_memory.value != Some(true))
     }
 
-    /// Among nodes of equal or unknown distance, returns the first.
+    /// Among nodes of equal or unknown distance, returns one that the firmware names as an
+    /// initiator of the other, or else the first.
     fn nearest(&self, id: NodeId, fits: impl Fn(&Node) -> bool) -> Option<&Node> {
-        let far =
-            |node: &&Node| (node.id != id, self.distance(id, node.id).unwrap_or(u32::MAX), node.id);
-        self.node(id)?;
+        let from = self.node(id)?;
+        let far = |node: &&Node| {
+            let distance = self.distance(id, node.id).unwrap_or(u32::MAX);
+            let reaches = from.initiators.contains(node.id.0) || node.initiators.contains(id.0);
+            (node.id != id, distance, !reaches, node.id)
+        };
         self.nodes.iter().filter(|node| fits(node)).min_by_key(far)
     }
 

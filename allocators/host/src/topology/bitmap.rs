@@ -72,14 +72,14 @@ impl Bitmap {
         Self { words: Vec::new() }
     }
 
-    /// Parses the kernel's list format. White space around parts is ignored. An empty text is the
-    /// empty set.
+    /// Parses the kernel's list format. White space around parts is ignored, and so are zero bytes
+    /// at the end, which some kernels write after the line. An empty text is the empty set.
     ///
     /// # Errors
     /// [`ListError`] with the invalid part.
     pub fn parse_list(text: &str) -> Result<Self, ListError> {
         let mut set = Self::new();
-        let text = text.trim();
+        let text = text.trim_end_matches('\0').trim();
         if text.is_empty() {
             return Ok(set);
         }

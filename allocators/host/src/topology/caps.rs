@@ -4,12 +4,11 @@ use super::{
     Found, MPS_VARIABLE, PciAddress, Provenance, Topology, TopologyError,
     files::{file, wrong_number},
     groups,
+    node::GPUS,
 };
 use aquifer_driver::DeviceInfo;
 use std::path::{Path, PathBuf};
 
-/// A folder for each GPU, named by its address, of NVIDIA's kernel driver.
-const GPUS: &str = "/proc/driver/nvidia/gpus";
 /// The form of the values of [`MPS_VARIABLE`].
 const MPS_FORM: &str = "ordinals with limits, such as 0=1G,1=512MB";
 

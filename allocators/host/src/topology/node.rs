@@ -4,7 +4,10 @@ use super::{
     Bitmap, Found,
     files::{Files, TopologyError, file, wrong_number},
 };
-use std::{fmt, path::Path};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+};
 
 /// The kernel's number of a NUMA node.
 ///
@@ -33,8 +36,9 @@ pub struct Node {
     /// Whether it has memory that the process may use.
     pub memory_allowed: bool,
     /// Whether its memory is a device's. The kernel reports nodes that the firmware assigns to a
-    /// device (`has_generic_initiator`), and the driver reports its own
-    /// ([`Topology::with_devices`](super::Topology::with_devices)). Unknown if neither reports it.
+    /// device (`has_generic_initiator`), and the driver reports its own, in a file
+    /// (`/proc/driver/nvidia/gpus/…/numa_status`) and when it is open
+    /// ([`Topology::with_devices`](super::Topology::with_devices)). Unknown if none reports it.
     pub device_memory: Found<bool>,
     /// Whether all its memory is movable, as is mostly so for hotplugged memory of expanders and
     /// GPUs (`has_normal_memory`). Long-term pins first move pages to other nodes.
@@ -45,8 +49,12 @@ pub struct Node {
     pub free: Option<u64>,
     /// Its pools of huge pages, by ascending page size.
     pub huge_pools: Vec<HugePool>,
-    /// The distance of each node, including itself (10), in the firmware's units.
+    /// The distance of each node, including itself (10), in the firmware's units. Empty if the
+    /// kernel reports none, or none that can be assigned to nodes.
     pub distances: Vec<(NodeId, u32)>,
+    /// The nodes whose CPUs or devices reach its memory best (`access0/initiators`), if the
+    /// firmware reports them.
+    pub initiators: Bitmap,
 }
 
 /// A pool of huge pages of one size.
@@ -62,6 +70,10 @@ pub struct HugePool {
 }
 
 pub(super) const FOLDER: &str = "/sys/devices/system/node";
+/// The distance of a node from itself.
+const LOCAL: u32 = 10;
+/// A folder for each GPU, named by its address, of NVIDIA's kernel driver.
+pub(super) const GPUS: &str = "/proc/driver/nvidia/gpus";
 
 /// Reads all online nodes, in order. Empty on a kernel without NUMA.
 pub(super) fn read(
@@ -70,7 +82,9 @@ pub(super) fn read(
     mems_allowed: Option<&Bitmap>,
 ) -> Result<Vec<Node>, TopologyError> {
     let folder = Path::new(FOLDER);
-    let Some(online) = files.list(&folder.join("online"))? else { return Ok(Vec::new()) };
+    let present = numbered(files, folder);
+    // Old kernels and some containers have the folders alone.
+    let online = files.list(&folder.join("online"))?.unwrap_or_else(|| present.clone());
     let sets = NodeSets::read(files, folder)?;
     let mut nodes = Vec::new();
     for id in online.iter() {
@@ -84,20 +98,29 @@ pub(super) fn read(
             memory_allowed: memory != Some(0)
                 && mems_allowed.is_none_or(|allowed| allowed.contains(id)),
             device_memory: sets.device_memory(id, &cpus),
+            initiators: numbered(files, &folder.join("access0/initiators")),
             movable_only: sets.movable_only(id, memory),
             cpus,
             memory,
             free,
             huge_pools: huge_pools(files, &folder.join("hugepages"))?,
-            distances: distances(files, &folder.join("distance"), &online)?,
+            distances: distances(files, &folder.join("distance"), id, [&online, &present])?,
         });
     }
     Ok(nodes)
 }
 
+/// Returns the numbers of the entries `node0`, `node1` … of a folder.
+fn numbered(files: &Files, folder: &Path) -> Bitmap {
+    let number = |name: &String| name.strip_prefix("node")?.parse().ok();
+    files.names(folder).iter().filter_map(number).collect()
+}
+
 /// Properties that the kernel reports as lists of nodes. Older kernels lack some of these files.
 struct NodeSets {
     initiators: Found<Bitmap>,
+    /// Nodes that the GPU driver has put its memory on, with the files that say so.
+    gpus: Vec<(u32, PathBuf)>,
     normal_memory: Found<Bitmap>,
 }
 
@@ -109,12 +132,16 @@ impl NodeSets {
         };
         Ok(Self {
             initiators: list("has_generic_initiator")?,
+            gpus: gpu_nodes(files)?,
             normal_memory: list("has_normal_memory")?,
         })
     }
 
     /// An initiator without CPUs is a device. Devices may be missing from the list.
     fn device_memory(&self, id: u32, cpus: &Bitmap) -> Found<bool> {
+        if let Some((_, path)) = self.gpus.iter().find(|(gpu, _)| *gpu == id && cpus.is_empty()) {
+            return Found::known(true, file(path));
+        }
         let listed = self.initiators.value.as_ref().is_some_and(|set| set.contains(id));
         let value = if !cpus.is_empty() { Some(false) } else { listed.then_some(true) };
         Found { value, source: self.initiators.source.clone() }
@@ -162,13 +189,39 @@ pub(super) fn huge_pools(files: &Files, folder: &Path) -> Result<Vec<HugePool>, 
     Ok(pools)
 }
 
-/// Reads a line of distances, one for each online node, in their order.
+/// Reads the line of distances of node `own`. The kernel writes one for each online node, in their
+/// order. Other lines list all nodes that have a folder, or all numbers, also those of nodes that
+/// are offline. Where the node would not be [`LOCAL`] from itself, the distances are unknown.
 fn distances(
     files: &Files,
     path: &Path,
-    online: &Bitmap,
+    own: u32,
+    [online, present]: [&Bitmap; 2],
 ) -> Result<Vec<(NodeId, u32)>, TopologyError> {
     let Some(text) = files.text(path)? else { return Ok(Vec::new()) };
-    let far = text.split_whitespace().map(|n| n.parse::<u32>().map_err(|_| wrong_number(path, n)));
-    online.iter().zip(far).map(|(id, far)| Ok((NodeId(id), far?))).collect()
+    let words = text.trim_end_matches('\0').split_whitespace();
+    let far = words.map(|n| n.parse::<u32>().map_err(|_| wrong_number(path, n)));
+    let far = far.collect::<Result<Vec<u32>, _>>()?;
+    let all: Bitmap = (0..).take(far.len()).collect();
+    let assigned = |nodes: &Bitmap| -> Vec<(NodeId, u32)> {
+        nodes.iter().map(NodeId).zip(far.iter().copied()).collect()
+    };
+    let fits = |nodes: &&Bitmap| {
+        nodes.len() == far.len() && assigned(nodes).contains(&(NodeId(own), LOCAL))
+    };
+    Ok([online, present, &all].into_iter().find(fits).map(assigned).unwrap_or_default())
+}
+
+/// Reads the nodes that NVIDIA's kernel driver has made of the memory of GPUs, as on POWER9 and
+/// Grace, from lines such as `Node:      255`. A GPU without one has -1.
+fn gpu_nodes(files: &Files) -> Result<Vec<(u32, PathBuf)>, TopologyError> {
+    let mut nodes = Vec::new();
+    for name in files.names(Path::new(GPUS)) {
+        let path = Path::new(GPUS).join(name).join("numa_status");
+        let text = files.text(&path)?.unwrap_or_default();
+        let Some(node) = text.lines().find_map(|line| line.strip_prefix("Node:")) else { continue };
+        let node: i64 = node.trim().parse().map_err(|_| wrong_number(&path, node.trim()))?;
+        nodes.extend(u32::try_from(node).ok().map(|node| (node, path)));
+    }
+    Ok(nodes)
 }

@@ -474,3 +474,125 @@ fn the_variable_hides_the_nodes_of_a_real_read_and_a_wrong_one_is_an_error() {
         assert!(said.contains(&told), "{value:?}: {said}");
     }
 }
+
+const NODES: &str = "sys/devices/system/node";
+
+/// A machine whose online nodes have these numbers, CPUs, KiB of memory and distances. Nothing is
+/// written for what is empty.
+fn odd(name: &str, online: &str, nodes: &[(u32, &str, u64, &str)]) -> Machine {
+    let machine = Machine::new(name);
+    machine.write("proc/self/status", "Cpus_allowed_list:\t0-255\nMems_allowed_list:\t0-255\n");
+    if !online.is_empty() {
+        machine.write(&format!("{NODES}/online"), online);
+    }
+    for (id, cpus, memory, distance) in nodes {
+        let write = |file: &str, text: &str| {
+            machine.write(&format!("{NODES}/node{id}/{file}"), text);
+        };
+        write("cpulist", cpus);
+        write("meminfo", &format!("Node {id} MemTotal: {memory} kB\nNode {id} MemFree: 0 kB\n"));
+        write("distance", distance);
+    }
+    machine
+}
+
+#[test]
+fn distances_are_those_of_their_nodes_where_the_line_also_lists_nodes_that_are_offline() {
+    // With the folder of the offline node, without it, and as the kernel writes it.
+    let offline_first =
+        [(0, "", 0, "10 21 31"), (1, "0-3", 8, "21 10 31"), (2, "4-7", 8, "31 31 10")];
+    for (name, nodes) in [("offline-folder", &offline_first[..]), ("offline", &offline_first[1..])]
+    {
+        let topology = odd(name, "1-2\n", nodes).read();
+        assert_eq!(topology.nodes().len(), 2, "{name}");
+        let far = |from, to| topology.distance(NodeId(from), NodeId(to));
+        assert_eq!((far(1, 1), far(1, 2), far(2, 1)), (Some(10), Some(31), Some(31)), "{name}");
+    }
+    let own = odd("online-only", "1-2\n", &[(1, "0-3", 8, "10 31\n"), (2, "4-7", 8, "31 10\n")]);
+    assert_eq!(own.read().distance(NodeId(1), NodeId(2)), Some(31));
+    // A line that cannot be assigned gives no distance, rather than one of another node.
+    let short =
+        odd("short", "0-2\n", &[(0, "0", 8, "10 21"), (1, "1", 8, "21 10"), (2, "2", 8, "")]);
+    assert_eq!(short.read().distance(NodeId(1), NodeId(2)), None);
+    let wrong = odd("not-local", "1\n", &[(1, "0-3", 8, "21\n")]).read();
+    assert_eq!(wrong.distance(NodeId(1), NodeId(1)), None);
+}
+
+#[test]
+fn a_node_that_the_gpu_driver_lists_as_its_memory_is_never_a_host_node() {
+    let nodes = [(0, "0-71", 4000, "10 80 80"), (1, "", 900, "80 10 80"), (2, "", 500, "80 80 10")];
+    let machine = odd("numa-status", "0-2\n", &nodes);
+    let expander = machine.read();
+    assert_eq!(expander.host_nodes().count(), 3, "not every memory-only node is a GPU");
+    let status = "proc/driver/nvidia/gpus/0009:01:00.0/numa_status";
+    machine.write(status, "Node:      1\nStatus:    online\nAddress:   2000000\nSize: 1000\n");
+    // A GPU whose memory is no node, and one that names a node with CPUs.
+    machine.write("proc/driver/nvidia/gpus/0019:01:00.0/numa_status", "Node:      -1\n");
+    machine.write("proc/driver/nvidia/gpus/0029:01:00.0/numa_status", "Node:      0\n");
+    let topology = machine.read();
+    let host: Vec<u32> = topology.host_nodes().map(|node| node.id.0).collect();
+    assert_eq!(host, [0, 2]);
+    let theirs = &topology.node(NodeId(1)).unwrap().device_memory;
+    assert_eq!(theirs, &Found::known(true, Provenance::File(format!("/{status}").into())));
+    assert_eq!(topology.nearest_with_memory(NodeId(1)).unwrap().id, NodeId(0));
+    let near = topology.memory_near_device(&gpu(Some(1), None)).unwrap();
+    assert_eq!(
+        near.value,
+        Some(NodeId(0)),
+        "a GPU on its own memory has its host memory elsewhere"
+    );
+    machine.write(status, "Node:      many\n");
+    match Topology::read_under(machine.root()) {
+        Err(TopologyError::Number { path, .. }) => assert!(path.ends_with("numa_status")),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn node_folders_are_the_nodes_where_an_old_kernel_lists_none_online() {
+    let machine = odd("no-online", "", &[(0, "0-3", 8, "10 20"), (10, "4-7", 8, "20 10")]);
+    let topology = machine.read();
+    assert_eq!(topology.nodes().iter().map(|node| node.id.0).collect::<Vec<_>>(), [0, 10]);
+    assert_eq!(topology.distance(NodeId(10), NodeId(0)), Some(20));
+    assert_eq!(topology.node(NodeId(10)).unwrap().allowed_cpus.to_string(), "4-7");
+}
+
+#[test]
+fn lists_may_end_in_a_zero_byte() {
+    let machine =
+        odd("zero-byte", "0-1\n\0", &[(0, "0-3\n\0", 8, "10 20\n\0"), (1, "\n\0", 8, "20 10\n\0")]);
+    let topology = machine.read();
+    assert_eq!(topology.nodes()[0].cpus.to_string(), "0-3");
+    assert!(topology.nodes()[1].cpus.is_empty());
+    assert_eq!(topology.distance(NodeId(1), NodeId(0)), Some(20));
+    // Not a zero between numbers.
+    machine.write(&format!("{NODES}/online"), "0\0-1\n");
+    assert!(matches!(Topology::read_under(machine.root()), Err(TopologyError::List { .. })));
+}
+
+#[test]
+fn at_equal_distances_the_firmwares_initiators_say_which_cpus_are_near_memory_without_any() {
+    let nodes = [(0, "0-3", 8, "10 20 20"), (1, "4-7", 8, "20 10 20"), (2, "", 8, "20 20 10")];
+    let machine = odd("initiators", "0-2\n", &nodes);
+    let near = |topology: &Topology, of| topology.nearest_with_cpus(NodeId(of)).unwrap().id.0;
+    assert_eq!(near(&machine.read(), 2), 0, "the first, where nothing tells");
+    machine.write(&format!("{NODES}/node2/access0/initiators/read_latency"), "100\n");
+    machine.write(&format!("{NODES}/node2/access0/initiators/node1/cpulist"), "4-7\n");
+    let topology = machine.read();
+    assert_eq!(near(&topology, 2), 1);
+    assert_eq!((near(&topology, 0), near(&topology, 1)), (0, 1), "a node with CPUs has its own");
+    // Distances that differ decide first.
+    machine.write(&format!("{NODES}/node2/distance"), "20 30 10\n");
+    assert_eq!(near(&machine.read(), 2), 0);
+}
+
+#[test]
+fn nodes_without_cpus_or_memory_are_left_out_of_what_needs_either() {
+    let nodes = [(0, "0-3", 0, "10 20 30"), (1, "", 8, "20 10 30"), (2, "4-7", 8, "30 30 10")];
+    let topology = odd("partial", "0-2\n", &nodes).read();
+    assert_eq!(topology.nearest_with_memory(NodeId(0)).unwrap().id, NodeId(1));
+    assert_eq!(topology.nearest_with_cpus(NodeId(1)).unwrap().id, NodeId(0));
+    let device = gpu(Some(0), None);
+    assert_eq!(topology.memory_near_device(&device).unwrap().value, Some(NodeId(1)));
+    assert_eq!(topology.host_memory().unwrap().value, Some(16 << 10));
+}

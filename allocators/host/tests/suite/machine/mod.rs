@@ -2,7 +2,11 @@
 #![allow(dead_code, clippy::unwrap_used, reason = "each test binary uses some of it, to test")]
 
 use aquifer_host::topology::Topology;
-use std::{env, fs, path::PathBuf, process};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process,
+};
 
 /// A machine whose files change.
 pub(crate) struct Machine(PathBuf);
@@ -24,6 +28,10 @@ impl Machine {
         let path = self.0.join(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::rename(self.0.join("next"), path).unwrap();
+    }
+
+    pub(crate) fn root(&self) -> &Path {
+        &self.0
     }
 
     pub(crate) fn read(&self) -> Topology {
