@@ -21,7 +21,7 @@ use aquifer_host::{
     PinnedConfig, PinnedPool, Stager, StagerConfig,
     kernel::Kernel,
     region::Host,
-    topology::{NodeId, Topology},
+    topology::{NodeId, Topology, TopologyError},
 };
 use aquifer_ledger::{LedgerMemory, SharedBudget};
 use budgets::{DeviceLimits, ParentBudgets};
@@ -341,7 +341,8 @@ impl RuntimeBuilder {
     }
 
     /// Opens the driver, reads the machine's topology, and creates the pools. Most of the time is
-    /// the driver's, for one context per device.
+    /// the driver's, for one context per device. An environment variable whose name is nearly
+    /// [one that aquifer reads](crate::guide::environment) is reported on standard error.
     ///
     /// # Errors
     /// [`MemoryError::BadSetting`] for an invalid environment variable or an unreadable topology;
@@ -352,6 +353,7 @@ impl RuntimeBuilder {
         // What the pools do when they close is attributed to the caller's line.
         let _site = site::enter();
         let environment = Environment::read()?;
+        environment::report_misspelt();
         if !self.publish_status {
             aquifer_status::disable();
         }
@@ -379,10 +381,15 @@ impl RuntimeBuilder {
         };
         let topology = match self.topology {
             Some(topology) => topology,
-            None => Topology::read().map_err(|e| MemoryError::BadSetting {
-                name: "the machine's topology",
-                value: e.to_string(),
-                expected: "what the kernel tells under /sys and /proc",
+            None => Topology::read().map_err(|error| match error {
+                TopologyError::Setting { name, value, expected } => {
+                    MemoryError::BadSetting { name, value, expected }
+                }
+                error => MemoryError::BadSetting {
+                    name: "the machine's topology",
+                    value: error.to_string(),
+                    expected: "what the kernel tells under /sys and /proc",
+                },
             })?,
         };
         let no_gpu = match &driver {

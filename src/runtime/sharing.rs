@@ -1,9 +1,9 @@
 //! Which memory a runtime shares with other processes, and by which ledgers.
 
 use crate::placement::memory_of;
-use aquifer_core::{MemoryError, Result};
+use aquifer_core::{Bytes, MemoryError, Result};
 use aquifer_driver::{DeviceInfo, Driver};
-use aquifer_host::topology::Topology;
+use aquifer_host::topology::{Found, Node, Provenance, Topology};
 use aquifer_ledger::{
     Ledger, LedgerError, LedgerMemory, Share, SharedBudget, folder_of_environment,
 };
@@ -22,18 +22,44 @@ pub(super) struct Sharing {
     pub(super) folder: Option<PathBuf>,
 }
 
-/// A refusal to share memory, as an error of the builder.
-fn refused(error: &LedgerError) -> MemoryError {
-    MemoryError::BadSetting {
-        name: "a shared memory",
-        value: error.to_string(),
-        expected: "a ledger that this process can join",
+/// A refusal to share memory, as an error of the builder. `cap` is what an administrator lets the
+/// process take, and names the file or the variable that does.
+fn refused(error: &LedgerError, cap: &Found<u64>) -> MemoryError {
+    match error {
+        LedgerError::BadSetting { value } => MemoryError::BadSetting {
+            name: "AQUIFER_LEDGER",
+            value: value.clone(),
+            expected: "off, or the path of a folder with a /",
+        },
+        LedgerError::GuaranteeAboveLimit { guarantee, limit } => {
+            let source = match &cap.source {
+                source if cap.value == Some(*limit) => source.to_string(),
+                _ => "the program's budget".to_owned(),
+            };
+            let (guarantee, limit) = (Bytes(*guarantee), Bytes(*limit));
+            MemoryError::BadSetting {
+                name: "the guarantee of a shared memory",
+                value: format!("{guarantee}, above the limit of {limit} by {source}"),
+                expected: "at most that limit",
+            }
+        }
+        _ => MemoryError::BadSetting {
+            name: "a shared memory",
+            value: error.to_string(),
+            expected: "a ledger that this process can join",
+        },
     }
 }
 
-/// Returns the capacity of pinned memory: the same in all processes, unlike what is free now.
+/// Returns the capacity of pinned memory: the same in all processes, unlike what is free now. So
+/// memory of GPUs is left out where the kernel reports it, which it does to all of them. The driver
+/// reports that of the devices that a process uses.
 pub(super) fn pinned_capacity(topology: &Topology) -> u64 {
-    let memory: u64 = topology.nodes().iter().filter_map(|node| node.memory).sum();
+    let is_host = |node: &&Node| {
+        let found = &node.device_memory;
+        found.value != Some(true) || matches!(found.source, Provenance::Driver(_))
+    };
+    let memory: u64 = topology.nodes().iter().filter(is_host).filter_map(|node| node.memory).sum();
     memory / 2
 }
 
@@ -42,7 +68,8 @@ impl Sharing {
     /// `off`.
     pub(super) fn resolve(mut self) -> Result<Self> {
         if self.folder.is_none() && (self.devices.is_some() || self.pinned.is_some()) {
-            self.folder = folder_of_environment().map_err(|error| refused(&error))?;
+            let uncapped = Found::unknown(Provenance::Nobody);
+            self.folder = folder_of_environment().map_err(|error| refused(&error, &uncapped))?;
         }
         Ok(self)
     }
@@ -76,14 +103,14 @@ impl Sharing {
             let memory = driver.memory_info(device).ok()?;
             Some(memory.total.saturating_sub(memory.free))
         };
-        let cap = topology.device_cap(info)?.value;
-        let share =
-            self.share(guarantee).limit(limit.into_iter().chain(cap).min().unwrap_or(u64::MAX));
+        let cap = topology.device_cap(info)?;
+        let most = limit.into_iter().chain(cap.value).min().unwrap_or(u64::MAX);
+        let share = self.share(guarantee).limit(most);
         ledger
             .and_then(|ledger| share.join(ledger))
             .and_then(|member| member.budget("the device of all processes", in_use))
             .map(Some)
-            .map_err(|error| refused(&error))
+            .map_err(|error| refused(&error, &cap))
     }
 
     /// Joins the ledger of pinned memory, if that is shared. `is_device_memory` is set if the
@@ -101,11 +128,12 @@ impl Sharing {
                 expected: "host memory that no device has for its own",
             });
         }
-        let cap = topology.pinned_cap()?.value.unwrap_or(u64::MAX);
+        let cap = topology.pinned_cap()?;
+        let most = cap.value.unwrap_or(u64::MAX);
         Ledger::open(folder, &LedgerMemory::Pinned.to_string(), pinned_capacity(topology))
-            .and_then(|ledger| self.share(guarantee).limit(cap).join(ledger))
+            .and_then(|ledger| self.share(guarantee).limit(most).join(ledger))
             .and_then(|member| member.budget("pinned memory of all processes", || None))
             .map(Some)
-            .map_err(|error| refused(&error))
+            .map_err(|error| refused(&error, &cap))
     }
 }

@@ -450,10 +450,22 @@ fn child(name: &str, environment: &[(&str, &str)]) -> String {
         command.env_remove(format!("AQUIFER_{variable}"));
     }
     let output = command.envs(environment.iter().copied()).output().unwrap();
-    let told = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{told}{}", String::from_utf8_lossy(&output.stderr));
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let told = text(&output.stdout) + &text(&output.stderr);
+    assert!(output.status.success(), "{told}");
     assert!(told.contains("1 passed"), "there is no test {name}: {told}");
     told
+}
+
+#[test]
+fn a_misspelt_variable_is_reported_with_the_name_that_was_meant() {
+    let told = child("child_builds", &[("AQUIFER_KEEPFREE", "1GiB"), ("AQUIFER_FLOW", "1")]);
+    let line = "aquifer: the environment variable AQUIFER_KEEPFREE has no effect; did you mean AQUIFER_KEEP_FREE?\n";
+    assert_eq!(
+        (told.matches(line).count(), told.matches("AQUIFER_FLOW").count()),
+        (1, 0),
+        "{told}"
+    );
 }
 
 #[test]
@@ -482,6 +494,7 @@ fn an_invalid_variable_is_an_error_with_its_name_and_value() {
         ("AQUIFER_KEEP_FREE", "banana", "an amount like 512MiB or 20GiB, or 0"),
         ("AQUIFER_KEEP_FREE", "20GB", "an amount like 512MiB or 20GiB, or 0"),
         ("AQUIFER_WATCH_HOST", "yes", "0 or 1"),
+        ("AQUIFER_NUMA", "banana", "on or off"),
         ("AQUIFER_SIM_FALLBACK", "loud", "tell or quiet"),
         (
             "AQUIFER_SIM_VIOLATIONS",
@@ -493,16 +506,16 @@ fn an_invalid_variable_is_an_error_with_its_name_and_value() {
         let refused = MemoryError::BadSetting { name, value: value.to_owned(), expected };
         assert!(told.contains(&format!("refused: {refused:?}\n{refused}\n")), "{told}");
     }
-    let told = child("child_builds", &[("AQUIFER_NUMA", "banana")]);
-    assert!(
-        told.contains("refused: ") && told.contains("AQUIFER_NUMA") && told.contains("banana"),
-        "{told}"
-    );
+    // A plan's value also says why.
+    let told = child("child_builds", &[("AQUIFER_PLAN", "/no/such.plan")]);
+    assert!(told.contains("refused: AQUIFER_PLAN is \"/no/such.plan: "), "{told}");
     for (name, value) in [
         ("AQUIFER_BYPASS", ""),
         ("AQUIFER_BYPASS", "0"),
         ("AQUIFER_BYPASS", "on"),
         ("AQUIFER_TRACE", ""),
+        ("AQUIFER_NUMA", ""),
+        ("AQUIFER_PLAN", ""),
     ] {
         assert!(child("child_builds", &[(name, value)]).contains("built: 1\n"), "{name}={value:?}");
     }

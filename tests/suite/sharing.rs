@@ -122,6 +122,7 @@ fn a_cap_of_the_administrator_limits_the_share_and_not_the_capacity() {
     for topology in [capped("0=32M"), capped("32M")] {
         let refused = build(33 * MIB, topology).map(drop).unwrap_err();
         assert!(matches!(refused, MemoryError::BadSetting { .. }), "{refused}");
+        assert!(refused.to_string().contains("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"), "{refused}");
     }
     drop((s, rt));
     assert_silent(&sim);
@@ -132,7 +133,7 @@ fn a_share_that_cannot_be_had_is_an_error_of_the_builder() {
     let scratch = Scratch::new("refused");
     let sim = Sim::h200(1).capacity(CAPACITY);
     let refused = |builder: RuntimeBuilder| match builder.build() {
-        Err(MemoryError::BadSetting { value, .. }) => value,
+        Err(error @ MemoryError::BadSetting { .. }) => error.to_string(),
         other => panic!("{other:?}"),
     };
     assert!(refused(scratch.builder(&sim, CAPACITY + 1)).contains("guarantee"));

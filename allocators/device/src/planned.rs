@@ -41,18 +41,18 @@ use std::{
     },
 };
 
-/// Takes the plan of a pool's settings out of them.
+/// Takes the plan of a pool's settings out of them. `setting` names where it comes from.
 ///
 /// # Errors
 /// [`MemoryError::BadSetting`] for a file that is no valid plan, and beside settings that exclude
 /// plans.
-pub(crate) fn load(config: &mut PoolConfig) -> Result<Option<Arc<Plan>>> {
+pub(crate) fn load(config: &mut PoolConfig, setting: &'static str) -> Result<Option<Arc<Plan>>> {
     let (loaded, path) = (config.loaded_plan.take(), config.plan.as_deref());
     if loaded.is_none() && path.is_none() {
         return Ok(None);
     }
     let bad =
-        |value: String, expected| Err(MemoryError::BadSetting { name: "plan", value, expected });
+        |value: String, expected| Err(MemoryError::BadSetting { name: setting, value, expected });
     let name =
         |path: Option<&Path>| path.map_or("a plan".into(), |path| path.display().to_string());
     if config.bypass {

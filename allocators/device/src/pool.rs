@@ -116,10 +116,11 @@ impl DevicePool {
         if config.bypass {
             config.debug.beside_bypass()?;
         }
-        if config.plan.is_none() {
-            config.plan = environment.plan;
+        let mut plan_setting = "plan";
+        if config.plan.is_none() && config.loaded_plan.is_none() && environment.plan.is_some() {
+            (config.plan, plan_setting) = (environment.plan, "AQUIFER_PLAN");
         }
-        let plan = planned::load(&mut config)?;
+        let plan = planned::load(&mut config, plan_setting)?;
         let debug = config.debug.clone();
         let driver_error = |e| MemoryError::driver(device, e);
         let mut info = driver.device_info(device).map_err(driver_error)?;
