@@ -11,6 +11,7 @@ use aquifer_driver::HostAccess;
 use std::{
     mem,
     panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
@@ -24,7 +25,7 @@ pub fn sweep() {
     sweep_after(|_, _| {});
 }
 
-fn sweep_after(wait: impl Fn(&'static PoolCore, &PoolContext)) {
+fn sweep_after(wait: impl Fn(&'static PoolCore, &Arc<PoolContext>)) {
     let lingering = mem::take(&mut *LINGERING.lock());
     for core in lingering.into_iter().filter(|core| core.is_current_process()) {
         core.poll_all();
@@ -44,23 +45,33 @@ fn done(blocks: &[PolledBlock]) -> impl Iterator<Item = FreedBlock> {
 }
 
 impl PoolCore {
-    /// As [`sweep`], when the last pool that pins memory for a machine has closed, or its last
+    /// As [`sweep`], when this last pool that pins memory for its machine has closed, or its last
     /// block is freed. No later quiet point may come, so copies still in flight are waited for, for
-    /// each pool at most its patience.
-    pub(super) fn settle(machine: Option<u64>) {
-        sweep_after(|core, shared| {
-            let end = clock::after(shared.config.patience);
-            let left = || end.saturating_duration_since(Instant::now());
-            while shared.machine() == machine
-                && core.with(|state| state.has_pending() && !state.has_live())
-                && !left().is_zero()
-            {
-                if !core.wait_oldest(left()) {
-                    // Another thread polls them.
-                    thread::yield_now();
-                }
+    /// each pool at most its patience. This core does not rely on the list, which another thread
+    /// may be sweeping.
+    pub(super) fn settle(&'static self, shared: &Arc<PoolContext>) {
+        self.wait_for_copies(shared);
+        self.reap(shared, 0, u64::MAX, None);
+        self.recycle_or_linger();
+        sweep_after(|core, other| {
+            if other.machine() == shared.machine() {
+                core.wait_for_copies(other);
             }
         });
+    }
+
+    /// Waits for the pending blocks of a closed pool, if none is live.
+    fn wait_for_copies(&'static self, shared: &Arc<PoolContext>) {
+        let end = clock::after(shared.config.patience);
+        let left = || end.saturating_duration_since(Instant::now());
+        while self.with(|state| state.serves(shared) && state.has_pending() && !state.has_live())
+            && !left().is_zero()
+        {
+            if !self.wait_oldest(left()) {
+                // Another thread polls them.
+                thread::yield_now();
+            }
+        }
     }
 
     /// Polls the gates of all pending blocks.

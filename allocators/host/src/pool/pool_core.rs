@@ -299,7 +299,7 @@ impl PoolCore {
             self.publish(&shared);
             self.recycle_or_linger();
             if self.is_last_of(&shared) {
-                Self::settle(shared.machine());
+                self.settle(&shared);
             }
         }
     }
@@ -324,7 +324,7 @@ impl PoolCore {
         let ended = self.with(|state| state.serves(shared) && !state.has_live());
         self.recycle_or_linger();
         if last && ended {
-            Self::settle(shared.machine());
+            self.settle(shared);
         }
     }
 
