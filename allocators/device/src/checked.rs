@@ -403,8 +403,9 @@ impl CheckedPool {
         };
         let mut stats = self.source.stats();
         // Memory that is held through the checks and has no user is pending.
-        stats.pending += stats.live.saturating_sub(users.live);
-        (stats.live, stats.requested) = (users.live, users.requested);
+        let live = users.live.min(stats.live);
+        stats.pending += stats.live - live;
+        (stats.live, stats.requested) = (live, users.requested);
         peak.set_in(&mut stats);
         (stats.blocks, stats.allocations) = (users.blocks, users.allocations);
         stats.frees = users.frees;

@@ -83,6 +83,8 @@ pub(crate) struct DedicatedPool {
     pub(crate) announced: AtomicU64,
     /// Number of times that a freed block may have dropped attached values.
     completions: AtomicU64,
+    /// Number of threads that release memory and have not counted it yet.
+    releases_under_way: AtomicU64,
     state: Mutex<State>,
     /// The pool's slot, if this part is shown beside it, and the slot of this part.
     status: Option<Arc<PoolSlot>>,
@@ -165,6 +167,7 @@ impl DedicatedPool {
             generations: AtomicU64::new(1),
             announced: AtomicU64::new(0),
             completions: AtomicU64::new(0),
+            releases_under_way: AtomicU64::new(0),
             state: Mutex::new(State {
                 usage: DedicatedUsage { live, ..Default::default() },
                 ..Default::default()
@@ -451,25 +454,34 @@ impl DedicatedPool {
     /// Releases the retiring memory of a span whose work is done.
     pub(crate) fn reap_span(&self, span: &Arc<Span>) -> Released {
         let before = self.held.stuck();
+        self.releases_under_way.fetch_add(1, Ordering::SeqCst);
         let (released, outcome) = span.reap();
+        // Unmapped, but not released by the driver: still held, and pending in the statistics.
+        let stuck = self.held.stuck().saturating_sub(before).min(released);
+        let given = released - stuck;
+        if released > 0 {
+            self.update_usage(|a| {
+                a.pending -= released;
+                a.reaped += given;
+            });
+        }
+        self.releases_under_way.fetch_sub(1, Ordering::SeqCst);
         if !span.is_over() {
             self.enqueue_retiring(span);
         }
         if released > 0 {
             self.count_completion();
-            // Unmapped, but not released by the driver: still held, and pending in the statistics.
-            let stuck = self.held.stuck().saturating_sub(before).min(released);
-            let given = released - stuck;
-            self.update_usage(|a| {
-                a.pending -= released;
-                a.reaped += given;
-            });
-            if given > 0 {
-                self.report(span.kind(), Action::Reap, 0, 0, given, Tag::NONE);
+            if let Some(recorder) = &self.recorder {
+                self.held.record_change(recorder, self.device, span.kind());
             }
             return Released { bytes: given, refused: outcome.err() };
         }
         Released { bytes: released, refused: outcome.err() }
+    }
+
+    /// Returns the number of threads that release memory and have not counted it yet.
+    pub(crate) fn releases_under_way(&self) -> u64 {
+        self.releases_under_way.load(Ordering::SeqCst)
     }
 
     /// Counts a freed block that may have dropped attached values.
@@ -661,9 +673,6 @@ impl DedicatedPool {
             a.record_alloc(new + again, new + again, tag);
             a.growths += u64::from(new > 0);
         });
-        if new > 0 {
-            self.report(BlockKind::Reserved, Action::Grow, 0, 0, new, Tag::NONE);
-        }
     }
 }
 

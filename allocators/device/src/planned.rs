@@ -91,7 +91,6 @@ fn open_cursor(core: &Arc<PoolCore>, cursor: PlanCursor) -> Result<()> {
     let take = |funds: Funds<'_>| dedicated.allocate_span(kind, bytes, 0, funds);
     let span = core.with_room(kind, bytes, Tag::NONE, None, take)?;
     count(&core.counters.growths, 1);
-    core.report_pool(Action::Grow, bytes, Tag::NONE);
     let memory = PlannedMemory::new(core, span, cursor);
     core.add_last_hook(Box::new(PlanHook { memory, is_dropped: AtomicBool::new(false) }));
     Ok(())

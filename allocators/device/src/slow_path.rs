@@ -52,7 +52,9 @@ use crate::{
     sharing_policy::{Granularity, GrowthOrder},
     stream_cache::{BlockToken, StreamCache},
 };
-use aquifer_core::{Action, MemoryError, Reservation, Result, Tag, error::Tried, scratch::list};
+use aquifer_core::{
+    Action, MemoryError, Reservation, Result, Tag, error::Tried, event::BlockKind, scratch::list,
+};
 use progress::{MoveCounts, Progress};
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -458,9 +460,7 @@ impl PoolCore {
             self.add_full_path_reason();
         }
         count(&self.counters.stream_waits, outcome.waits);
-        if outcome.grown > 0 {
-            self.report_pool(Action::Grow, outcome.grown, Tag::NONE);
-        }
+        self.report_held(BlockKind::Cached);
         if outcome.adopted > 0 {
             self.report_pool(Action::Adopt, outcome.adopted, Tag::NONE);
         }

@@ -19,15 +19,12 @@ use aquifer_core::{
 impl DedicatedPool {
     /// Counts slots that get memory: `new` bytes from the driver, and `again` bytes that were
     /// retiring.
-    pub(crate) fn slot_pool_backed(&self, kind: BlockKind, new: u64, again: u64) {
+    pub(crate) fn slot_pool_backed(&self, new: u64, again: u64) {
         self.update_usage(|a| {
             a.cached += new + again;
             a.pending -= again;
             a.growths += u64::from(new > 0);
         });
-        if new > 0 {
-            self.report(kind, Action::Grow, 0, 0, new, Tag::NONE);
-        }
     }
 
     /// Counts empty slots that become retiring.

@@ -473,7 +473,7 @@ impl GraphMemory {
     /// Accounts memory that was added, of which `new` bytes are from the driver.
     fn record_growth(&self, ranges: &[Range], new: u64) {
         let bytes: u64 = ranges.iter().map(|range| range.len).sum();
-        self.dedicated.slot_pool_backed(BlockKind::Graph, new, bytes - new);
+        self.dedicated.slot_pool_backed(new, bytes - new);
         self.dedicated.update_usage(|usage| {
             usage.graphs += bytes;
             usage.free_of_graphs += bytes;

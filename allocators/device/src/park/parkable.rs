@@ -343,7 +343,7 @@ impl ParkablePool {
         let mut state = self.state();
         match backed {
             Ok(new) => {
-                self.dedicated.slot_pool_backed(BlockKind::Parkable, new, count * slot - new);
+                self.dedicated.slot_pool_backed(new, count * slot - new);
                 let end = base + (first + count) * slot;
                 let (tail, deps) = tail
                     .unwrap_or((Range { start: end - count * slot, len: 0 }, StreamDeps::new()));

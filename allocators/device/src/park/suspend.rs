@@ -149,7 +149,7 @@ impl TaggedMemory for ParkablePool {
     ) -> Result<()> {
         let stream = pool.streams().lease()?;
         let new = pool.back_slots_until(&self.span, &stream, self.tag, slots, until)?;
-        self.dedicated.slot_pool_backed(BlockKind::Parkable, new, restored.taken - new);
+        self.dedicated.slot_pool_backed(new, restored.taken - new);
         if !restored.pieces.is_empty() {
             self.state().notify_resident(self, Some(&stream));
         }

@@ -2,8 +2,9 @@
 #![expect(unsafe_code, reason = "ends a handle's life")]
 
 use aquifer_core::{
-    Budget, Charge, DeviceId, MemoryError, OutOfBudget, Reservation,
+    Action, Budget, Charge, DeviceId, MemoryError, OutOfBudget, Recorder, Reservation, Tag,
     budget::{StrandedCharge, StrandedCount},
+    event::{BlockKind, MemoryLocation},
 };
 use aquifer_driver::{Driver, DriverError, ExportTypes, PhysicalHandle, leftovers};
 use std::{
@@ -73,6 +74,8 @@ pub(crate) struct HeldBytes {
 struct WholeHeld {
     now: AtomicU64,
     peak: AtomicU64,
+    /// What the recorder was told last.
+    recorded: Mutex<u64>,
 }
 
 impl HeldBytes {
@@ -83,6 +86,11 @@ impl HeldBytes {
 
     pub(crate) fn now(&self) -> u64 {
         self.now.load(Ordering::Relaxed)
+    }
+
+    /// Returns the bytes that all parts of the pool hold together.
+    pub(crate) fn now_of_pool(&self) -> u64 {
+        self.whole.now.load(Ordering::Relaxed)
     }
 
     /// Returns the most that all parts of the pool held together.
@@ -98,10 +106,37 @@ impl HeldBytes {
 
     /// Resets the peak of the pool to the current value.
     pub(crate) fn reset_peak_of_pool(&self) {
-        let WholeHeld { now, peak } = &*self.whole;
+        let WholeHeld { now, peak, .. } = &*self.whole;
         peak.store(now.load(Ordering::Relaxed), Ordering::Relaxed);
         // Includes what was added concurrently.
         peak.fetch_max(now.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
+    /// Returns whether the pool holds more than was recorded last.
+    pub(crate) fn has_grown(&self) -> bool {
+        self.now_of_pool() > *self.whole.recorded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records by how much the bytes that the pool holds have changed since this was last called.
+    /// Bytes are held only while they are charged. So what the records add up to is never above
+    /// the limit, even if another thread grows by what this one has just released. Called with no
+    /// lock held.
+    pub(crate) fn record_change(&self, recorder: &Recorder, device: DeviceId, kind: BlockKind) {
+        let (ticket, action, bytes) = {
+            let recorded = self.whole.recorded.lock();
+            let mut recorded = recorded.unwrap_or_else(PoisonError::into_inner);
+            let now = self.now_of_pool();
+            let before = std::mem::replace(&mut *recorded, now);
+            let action = match now.cmp(&before) {
+                std::cmp::Ordering::Greater => Action::Grow,
+                std::cmp::Ordering::Less => Action::Reap,
+                std::cmp::Ordering::Equal => return,
+            };
+            (recorder.ticket(), action, now.abs_diff(before))
+        };
+        let place = MemoryLocation::Device(device);
+        let event = recorder.event(action, place, 0, 0, bytes, Tag::NONE);
+        recorder.record(ticket, event.of_kind(kind));
     }
 
     /// Returns the bytes whose release the driver has refused so far.

@@ -1,7 +1,7 @@
 //! Memory that is mapped ahead of need.
 
 use crate::{DevicePool, pool_core::PoolCore};
-use aquifer_core::{Action, MemoryError, Result, Tag};
+use aquifer_core::{MemoryError, Result};
 use aquifer_driver::site;
 
 impl DevicePool {
@@ -59,9 +59,6 @@ impl PoolCore {
             });
         };
         self.retention.set_reserve(bytes);
-        if taken > 0 {
-            self.report_pool(Action::Grow, taken, Tag::NONE);
-        }
         Ok(taken)
     }
 }

@@ -8,7 +8,7 @@ use crate::{
 };
 use aquifer_core::{
     Action, Recorder, Tag,
-    event::{self, EventTicket},
+    event::{self, BlockKind, EventTicket},
 };
 use aquifer_driver::{DeviceRange, MemoryInfo, Ownership, Relaxed};
 use aquifer_status::tightest_limit;
@@ -120,10 +120,23 @@ impl PoolCore {
         recorder.record_change(&self.recorded_outside, Action::Outside, place, || outside);
     }
 
+    /// Records the limit and the bytes that the pool holds, as far as they have changed since they
+    /// were last recorded. Slow paths call it when they have taken or released memory. Called with
+    /// no lock held.
+    pub(crate) fn report_held(&self, kind: BlockKind) {
+        let Some(recorder) = &self.config.recorder else { return };
+        self.report_limit();
+        let held = self.physical.held();
+        if held.has_grown() {
+            self.report_outside();
+        }
+        held.record_change(recorder, self.info.device, kind);
+    }
+
     /// Records an event that concerns no block. Called with no lock held.
     pub(crate) fn report_pool(&self, action: Action, bytes: u64, tag: Tag) {
-        self.report_limit();
-        if matches!(action, Action::Grow | Action::Fail) {
+        self.report_held(BlockKind::Cached);
+        if action == Action::Fail {
             self.report_outside();
         }
         if let Some(recorder) = &self.config.recorder {

@@ -8,7 +8,7 @@ use crate::{
     base::released::Released,
     stream_cache::{StreamCache, close::sweep_released},
 };
-use aquifer_core::{Action, DriverError, MemoryError, Result, Tag};
+use aquifer_core::{DriverError, MemoryError, Result, event::BlockKind};
 use aquifer_driver::leftovers;
 use aquifer_stream::AfterSynchronize;
 use std::sync::{Arc, Weak, atomic::Ordering};
@@ -80,7 +80,7 @@ impl PoolCore {
         let released = before.saturating_sub(self.stuck());
         if released > 0 {
             self.counters.reaped.fetch_add(released, Ordering::Relaxed);
-            self.report_pool(Action::Reap, released, Tag::NONE);
+            self.report_held(BlockKind::Cached);
         }
         (released, outcome)
     }
@@ -155,7 +155,7 @@ impl PoolCore {
         let released = self.physical.trim(caches, keep);
         if released.bytes > 0 {
             self.counters.reaped.fetch_add(released.bytes, Ordering::Relaxed);
-            self.report_pool(Action::Reap, released.bytes, Tag::NONE);
+            self.report_held(BlockKind::Cached);
         }
         released
     }

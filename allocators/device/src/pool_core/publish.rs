@@ -6,14 +6,14 @@
 //! publish from time to time. Nothing is read back.
 
 use super::PoolCore;
-use aquifer_core::PoolStats;
+use aquifer_core::{PoolStats, event::BlockKind};
 use aquifer_status::{PoolFigures, tightest_limit};
 
 impl PoolCore {
-    /// Publishes the figures that slow paths change, and records the limit. Called at the end of
-    /// each but a successful allocation, with no lock held.
+    /// Publishes the figures that slow paths change, and records the limit and what is held. Called
+    /// at the end of each but a successful allocation, with no lock held.
     pub(crate) fn publish(&self) {
-        self.report_limit();
+        self.report_held(BlockKind::Cached);
         aquifer_status::resume();
         if aquifer_status::is_published() {
             self.publish_now();
@@ -23,7 +23,7 @@ impl PoolCore {
     /// As [`PoolCore::publish`], at the end of an allocation: at most every
     /// 10 ms unless the held memory has changed.
     pub(crate) fn publish_allocation(&self) {
-        self.report_limit();
+        self.report_held(BlockKind::Cached);
         let has_resumed = aquifer_status::resume();
         if aquifer_status::is_published()
             && (has_resumed || self.status.is_due(self.physical.held().now()))

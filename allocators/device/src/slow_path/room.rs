@@ -55,8 +55,9 @@ impl PoolCore {
             let gave = self.trim_under_pressure(self.held().saturating_sub(short))?;
             if progress.record_released(gave) > 0 { attempt(progress) } else { Ok(None) }
         });
-        self.report_outside();
+        self.report_held(kind);
         if !matches!(taken, Ok(Some(_))) {
+            self.report_outside();
             self.dedicated.record_failure(kind, wanted, tag);
         }
         self.publish();

@@ -10,6 +10,7 @@ mod debugging;
 mod driver_backed;
 mod empty;
 mod extremes;
+mod figures;
 mod foreign;
 mod gaps;
 mod giving_way;

@@ -311,7 +311,7 @@ impl TaggedMemory for GraphMemory {
         let (span, stream) = (self.parkable_span()?, pool.streams().lease()?);
         let new = pool.back_slots_until(span, &stream, self.tag, slots, until)?;
         let taken = restored.taken;
-        self.dedicated.slot_pool_backed(BlockKind::Graph, new, taken - new);
+        self.dedicated.slot_pool_backed(new, taken - new);
         self.record_mapped(&span.ranges(), taken, taken, true);
         if !restored.pieces.is_empty() {
             self.notify_resident(&self.state(), Some(&stream));
