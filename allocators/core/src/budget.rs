@@ -57,8 +57,8 @@
 //! that runs in another thread.
 //!
 //! # Invariants
-//! 1. `used` is the sum of the charges and reservations here and below, and of the bytes that
-//!    leases hold.
+//! 1. `used` of a node is the sum of the charges and reservations here and below, and of the bytes
+//!    that leases hold. [`Budget::used`] excludes what they hold as spare.
 //! 2. `used` grows only while the sum stays at or below the limit. A limit set below `used` refuses
 //!    charges until enough bytes are released.
 //! 3. Guaranteed bytes are available whatever other budgets charge: they are set aside at the
@@ -115,15 +115,16 @@ use std::{fmt, time::Instant};
 pub struct Figures {
     /// The name given at creation.
     pub name: &'static str,
-    /// Bytes in charges and reservations here and below, and in leases.
+    /// Bytes in charges and reservations here and below, also in those of leases.
     pub used: u64,
-    /// `used`, plus the bytes set aside for the guarantees of the descendants.
+    /// `used`, plus the spare bytes of leases and the bytes set aside for the guarantees of the
+    /// descendants.
     pub held: u64,
     /// The limit.
     pub limit: u64,
     /// The bytes that no other budget can take.
     pub guarantee: u64,
-    /// The maximum of `used`.
+    /// The maximum of `used` and the spare bytes of leases.
     pub peak: u64,
     /// Bytes whose release has failed so far. They are part of `used`.
     pub stranded: u64,
@@ -209,15 +210,19 @@ impl Budget {
         self.node.name()
     }
 
-    /// Returns the bytes in charges and reservations, here and below, and in leases.
+    /// Returns the bytes in charges and reservations, here and below, also in those of leases. What
+    /// leases hold as [spare](Budget::spare) is not used: every charge can take it. In a tree with
+    /// open leases this visits them.
     #[inline]
     #[must_use]
     pub fn used(&self) -> u64 {
-        self.node.used.load(Relaxed)
+        let used = self.node.used.load(Relaxed);
+        let has_leases = self.node.tree.open_leases.load(Relaxed) > 0;
+        if has_leases { used.saturating_sub(self.node.spare()) } else { used }
     }
 
-    /// Returns the part of [`Budget::used`] that leases here and below hold as spare. The
-    /// difference is the live bytes.
+    /// Returns the bytes that leases here and below hold in advance, in addition to
+    /// [`Budget::used`].
     #[must_use]
     pub fn spare(&self) -> u64 {
         self.node.spare()
@@ -313,6 +318,7 @@ impl Budget {
     }
 
     /// Returns the maximum of [`Budget::used`] since creation or the last [`Budget::reset_peak`].
+    /// Includes what leases held as spare.
     #[must_use]
     pub fn peak(&self) -> u64 {
         self.node.peak.load(Relaxed)
@@ -321,7 +327,7 @@ impl Budget {
     /// Resets the peak to what is used now.
     pub fn reset_peak(&self) {
         let _guard = self.node.tree.lock.lock();
-        self.node.peak.store(self.used(), Relaxed);
+        self.node.peak.store(self.node.used.load(Relaxed), Relaxed);
         self.node.update_bounds();
     }
 
@@ -351,7 +357,7 @@ impl Budget {
         let used = node.used.load(Relaxed);
         Figures {
             name,
-            used,
+            used: self.used(),
             held: used.saturating_add(node.unused_guarantee.load(Relaxed)),
             limit: self.limit(),
             guarantee: self.guarantee(),

@@ -56,7 +56,7 @@ impl LiveLimit {
 
     /// Returns the live bytes of the whole tenant, in all pools.
     pub(crate) fn live(&self) -> u64 {
-        self.budget.used().saturating_sub(self.budget.spare())
+        self.budget.used()
     }
 
     #[inline]

@@ -41,8 +41,8 @@ const IN_USE: u8 = 1;
 
 /// A prepaid part of a budget, for the live bytes of a thread, a stream or a shard.
 ///
-/// Several threads may share one, but one per thread is fastest. The budget counts spare bytes as
-/// used. A charge that would be refused recalls them first.
+/// Several threads may share one, but one per thread is fastest. Spare bytes count towards the
+/// limit, but not as [used](Budget::used). A charge that would be refused recalls them first.
 ///
 /// ```
 /// use aquifer_core::Budget;

@@ -19,11 +19,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Returns the live bytes without the spare bytes of leases.
-fn live(budget: &Budget) -> u64 {
-    budget.used() - budget.spare()
-}
-
 #[track_caller]
 fn refused<T: std::fmt::Debug>(answer: aquifer_core::Result<T>) -> OutOfMemory {
     match answer {
@@ -58,7 +53,7 @@ fn a_refusal_names_the_tenant_while_the_pool_has_room_for_others_and_changes_not
         (after.live, after.physical, after.failures),
         (before.live, before.physical, before.failures + 1)
     );
-    assert_eq!((live(&a), for_a.live()), (10 * MIB, 10 * MIB));
+    assert_eq!((a.used(), for_a.live()), (10 * MIB, 10 * MIB));
 
     let y = for_b.alloc(&s, kv).unwrap();
     assert_eq!(
@@ -84,13 +79,13 @@ fn live_bytes_end_with_the_block_even_while_others_use_its_memory() {
     rig.sim.launch(u.raw(), kernel).unwrap();
     prepared.finish().unwrap();
     thread::scope(|scope| scope.spawn(move || drop(x)).join()).unwrap();
-    assert_eq!((live(&a), rig.pool.stats().pending), (0, 6 * MIB));
+    assert_eq!((a.used(), rig.pool.stats().pending), (0, 6 * MIB));
     // An error also names the tenant.
     let told = refused(tenant.alloc(&s, Request::bytes(9 * MIB)));
     let in_use: Vec<_> = told.in_use.iter().map(|user| (user.stream, user.bytes)).collect();
     assert_eq!(in_use, [(u.number(), 6 * MIB)]);
     let y = tenant.alloc(&s, Request::bytes(8 * MIB)).unwrap();
-    assert_eq!(live(&a), 8 * MIB);
+    assert_eq!(a.used(), 8 * MIB);
     drop(y);
     u.synchronize().unwrap();
     rig.assert_silent();
@@ -111,7 +106,7 @@ fn bare_addresses_stable_blocks_buffers_and_wrapped_pools_end_their_live_bytes_o
         let of_tag = rig.pool.limit_tag(tag, 64 * MIB);
         let tenant = rig.pool.for_tenant(&a).unwrap();
         let request = Request::bytes(MIB).tag(tag);
-        let both = || (live(&a), live(&of_tag));
+        let both = || (a.used(), live(&of_tag));
         let raw = [(); 2].map(|()| tenant.alloc(&s, request).unwrap().into_raw());
         let stable = tenant.alloc_stable(&s, request).unwrap();
         let buffer = tenant.buffer::<u8>(&s, 100).unwrap();
@@ -208,7 +203,7 @@ fn a_registered_reclaimer_is_called_before_its_tenant_is_refused() {
     let cache = Arc::new(Evicts(Mutex::new(old)));
     let _registration = a.on_need(&cache);
     let x = tenant.alloc(&s, Request::bytes(3 * MIB)).unwrap();
-    assert_eq!((cache.0.lock().unwrap().len(), live(&a)), (1, 7 * MIB));
+    assert_eq!((cache.0.lock().unwrap().len(), a.used()), (1, 7 * MIB));
     let told = refused(tenant.alloc(&s, Request::bytes(8 * MIB)));
     assert_eq!((told.tried[0].step, told.tried[0].gave), ("old sequences", 4 * MIB));
     drop(x);
@@ -259,7 +254,7 @@ fn threads_of_one_tenant_use_its_last_byte_and_leave_nothing() {
         }
     });
     assert!((1..=LIMIT).contains(&most.into_inner()));
-    assert_eq!(live(&a), 0);
+    assert_eq!(a.used(), 0);
     let s = rig.stream();
     let whole = rig.pool.for_tenant(&a).unwrap().alloc(&s, Request::bytes(LIMIT)).unwrap();
     assert_eq!((a.used(), a.spare()), (LIMIT, 0));
@@ -351,13 +346,27 @@ fn a_commit_that_the_pool_or_the_tag_refuses_charges_no_tenant() {
     let tenant = rig.pool.for_tenant(&a).unwrap();
     let mut x = tenant.reserve::<u8>(&s, 1 << 30).unwrap();
     assert!(!refused(x.commit_to(10 << 20)).of_live_bytes);
-    assert_eq!((live(&a), rig.budget.used()), (0, 0));
+    assert_eq!((a.used(), rig.budget.used()), (0, 0));
     let tag = Tag::named("limited kv");
     let limit = rig.pool.limit_tag(tag, 2 * MIB);
     let mut y = tagged(tag, || tenant.reserve::<u8>(&s, 1 << 30)).unwrap();
     y.commit_to(1).unwrap();
     assert_eq!(refused(y.commit_to(3 << 20)).refused.unwrap().budget, "limited kv");
-    assert_eq!((live(&a), live(&limit)), (2 * MIB, 2 * MIB));
+    assert_eq!((a.used(), live(&limit)), (2 * MIB, 2 * MIB));
     drop(y);
-    assert_eq!((live(&a), live(&limit)), (0, 0));
+    assert_eq!((a.used(), live(&limit)), (0, 0));
+}
+
+#[test]
+fn an_idle_tenant_uses_nothing_of_its_budget_nor_of_those_above() {
+    let rig = Rig::new(256);
+    let all = Budget::new("all tenants", 64 * MIB);
+    let (a, s) = (all.child("tenant a", 16 * MIB), rig.stream());
+    let tenant = rig.pool.for_tenant(&a).unwrap();
+    let block = tenant.alloc(&s, Request::bytes(1000)).unwrap();
+    let figures = |budget: &Budget| (budget.used(), budget.figures().used);
+    assert_eq!((figures(&a), figures(&all)), ((1000, 1000), (1000, 1000)));
+    assert!(a.spare() > 0, "a lease holds more in advance");
+    drop(block);
+    assert_eq!((figures(&a), figures(&all), tenant.live()), ((0, 0), (0, 0), 0));
 }
