@@ -375,3 +375,7 @@ impl fmt::Debug for Placer {
             .finish_non_exhaustive()
     }
 }
+
+// Devices keep their state in atomics. A policy of the program is called with no lock held, and a
+// panic there leaves the request unplaced.
+aquifer_core::__unwind_safe! { [] Placer }

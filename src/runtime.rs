@@ -753,3 +753,6 @@ impl fmt::Debug for Runtime {
             .finish_non_exhaustive()
     }
 }
+
+// A runtime is fixed once it is built, but for pools and watches, whose own state outlives a panic.
+aquifer_core::__unwind_safe! { [] Runtime }

@@ -18,4 +18,5 @@ mod sources;
 mod stress;
 #[path = "../support/mod.rs"]
 mod support;
+mod unwinding;
 mod wrappers_over_device;

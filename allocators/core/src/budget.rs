@@ -386,3 +386,7 @@ impl fmt::Debug for Budget {
             .finish()
     }
 }
+
+// The figures of a tree are atomics, and its lists are behind locks that ignore poison. Hooks,
+// wakers, sources and reclaimers are called with no lock held, and their panics are contained.
+crate::__unwind_safe! { [] Budget, [] BudgetLease, [] Leased, [] HookRegistration }

@@ -79,6 +79,16 @@ macro_rules! __debug_as_display {
     )+};
 }
 
+/// Implements `UnwindSafe` and `RefUnwindSafe`. Not for direct use.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __unwind_safe {
+    ($([$($generics:tt)*] $t:ty),+ $(,)?) => {$(
+        impl<$($generics)*> ::std::panic::UnwindSafe for $t {}
+        impl<$($generics)*> ::std::panic::RefUnwindSafe for $t {}
+    )+};
+}
+
 /// Notifies the global allocator of changes of the current tag. Not for direct use.
 #[doc(hidden)]
 pub mod __tag {

@@ -279,6 +279,7 @@ mod stable;
 mod stream_cache;
 mod stream_ordered;
 mod tenants;
+mod unwind;
 mod waiting;
 
 pub use aquifer_core::{

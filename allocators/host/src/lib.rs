@@ -31,3 +31,9 @@ pub use staging::{
     Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, Sink, Source, StageError,
     StageScope, Staged, Stager, StagerConfig, Stores, Ticket,
 };
+
+// The state of a pool is in atomics and behind locks that ignore poison. The only code of the
+// program that runs inside a pool is that of gates, sinks and reclaimers, with no lock held, and
+// their panics are contained. So a panic that unwinds past a handle leaves it usable. `T` is plain
+// data of the caller in a `PinnedBuf`, as in a `Vec`.
+aquifer_core::__unwind_safe! { [] PinnedPool, [] PinnedAllocator, [] Stager, [T: bytemuck::Pod] PinnedBuf<T> }

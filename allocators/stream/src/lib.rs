@@ -39,3 +39,7 @@ pub use stream::{Point, Stream};
 pub use timeline::{Fence, Timeline};
 pub use use_table::LastUse;
 pub use uses::{Noted, Use, UseList, Uses, Watch};
+
+// State of streams is in atomics and behind locks that ignore poison, and no code of the program
+// runs while one is held. So a panic that unwinds past a handle leaves it usable.
+aquifer_core::__unwind_safe! { [] Stream, [] StreamPool, [] Timeline }
