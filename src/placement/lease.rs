@@ -1,8 +1,8 @@
 //! Bytes reserved on a device until they are used.
 
 use super::device_set::{DeviceSet, Member};
-use aquifer_core::{DeviceId, Reservation, Result};
-use aquifer_device::{Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock};
+use aquifer_core::{Budget, DeviceId, Reservation, Result};
+use aquifer_device::{Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock, Tenant};
 use aquifer_stream::Stream;
 use bytemuck::Pod;
 use std::{
@@ -142,6 +142,26 @@ impl Lease {
         step: u64,
     ) -> Result<Reserved<T>> {
         self.usable()?.reserve_drawing(stream, max_len, Some(step), &self.reservation)
+    }
+
+    /// Returns the device's pool for a tenant, like [`DevicePool::for_tenant`]: what it allocates is
+    /// counted for the tenant, and drawn from the reservation first. After the lease is dropped,
+    /// the pool's budget alone is charged.
+    ///
+    /// ```
+    /// use aquifer::{Budget, PlacementRequest, Policy, Request, Runtime, sim::Sim};
+    /// let rt = Runtime::on(Sim::h200(2).driver())?;
+    /// let lease = rt.placer(Policy::MostFree).place(&PlacementRequest::bytes(1 << 30))?;
+    /// let tenant = lease.for_tenant(&Budget::new("tenant a", 256 << 20))?;
+    /// let block = tenant.alloc(&lease.stream()?, Request::bytes(64 << 20))?;
+    /// assert_eq!((tenant.live(), lease.remaining()), (64 << 20, (1 << 30) - (64 << 20)));
+    /// # Ok::<(), aquifer::MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`DevicePool::for_tenant`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
+    pub fn for_tenant(&self, tenant: &Budget) -> Result<Tenant> {
+        self.usable()?.for_tenant_drawing(tenant, &self.reservation)
     }
 
     /// Allocates a buffer from the reservation.

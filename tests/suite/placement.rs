@@ -620,3 +620,26 @@ fn growable_memory_draws_from_its_lease_and_then_from_the_budget() {
     more.commit_to(1).unwrap();
     assert_eq!((more.step(), budget.used()), (4 * MIB, 14 * MIB));
 }
+
+#[test]
+fn a_tenant_of_a_lease_draws_from_it_and_from_the_budget_once_it_is_dropped() {
+    let rt = Runtime::on(Sim::h200(1).driver()).unwrap();
+    let lease = rt.placer(Policy::MostFree).place(&PlacementRequest::bytes(64 << 20)).unwrap();
+    let (s, limit) = (lease.stream().unwrap(), Budget::new("tenant a", 48 << 20));
+    let tenant = lease.for_tenant(&limit).unwrap();
+    let used = || rt.device(0).unwrap().budget().used();
+    let block = tenant.alloc(&s, Request::bytes(16 << 20)).unwrap();
+    let stable = tenant.alloc_stable(&s, Request::bytes(8 << 20)).unwrap();
+    let mut room = tenant.reserve::<u8>(&s, 1 << 30).unwrap();
+    room.commit_to(8 << 20).unwrap();
+    assert_eq!((lease.remaining(), tenant.live(), used()), (32 << 20, 32 << 20, 64 << 20));
+    // What the tenant's limit refuses is not drawn.
+    assert!(tenant.alloc(&s, Request::bytes(20 << 20)).is_err());
+    assert_eq!((lease.remaining(), limit.used()), (32 << 20, 32 << 20));
+    drop(lease);
+    assert_eq!(used(), 32 << 20, "the rest is the budget's again");
+    let more = tenant.alloc(&s, Request::bytes(16 << 20)).unwrap();
+    assert_eq!((tenant.live(), used()), (48 << 20, 48 << 20));
+    drop((block, stable, room, more));
+    assert_eq!(limit.used(), 0);
+}

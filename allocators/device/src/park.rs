@@ -69,6 +69,7 @@ use crate::{
         waits::{begin_request, deadline},
         weak_list::WeakList,
     },
+    limits::LiveLimit,
     pool_core::{PoolCore, PoolHook},
 };
 use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result, Tag};
@@ -123,6 +124,8 @@ const SLOTS_PER_BUDGET: u64 = 64;
 pub struct Parkable {
     pool: DevicePool,
     slots: Arc<ParkablePool>,
+    /// The tenant whose live bytes its blocks are.
+    tenant: Option<Arc<LiveLimit>>,
 }
 
 /// The parkable memory of a pool, by tag. Each entry lives as long as it is referenced.
@@ -229,7 +232,7 @@ impl DevicePool {
                 pools.add(ParkablePool::new(core, tag, core.slot())?)
             }
         };
-        Ok(Parkable { pool: self.clone(), slots: parkable })
+        Ok(Parkable { pool: self.clone(), slots: parkable, tenant: None })
     }
 
     /// Parks the [parkable](DevicePool::parkable) blocks of `tag`: waits for their uses, saves or
@@ -363,6 +366,11 @@ impl PoolCore {
 }
 
 impl Parkable {
+    /// Returns this allocator for blocks that count as the tenant's live bytes.
+    pub(crate) fn for_tenant(self, tenant: Arc<LiveLimit>) -> Self {
+        Self { tenant: Some(tenant), ..self }
+    }
+
     /// Allocates a block for work that is queued on `stream` from now on. The block gets this
     /// allocator's tag, regardless of the request, and counts towards the tag's
     /// [limit](DevicePool::limit_tag), also while it is parked.
@@ -379,11 +387,17 @@ impl Parkable {
             return Block::empty(self.pool.streams(), stream, self.slots.tag);
         }
         let request = self.pool.core().checked(request)?.tag(self.slots.tag);
-        // One deadline for the tag's limit and for the pool.
+        // One deadline for the limits of the tenant and the tag, and for the pool.
         let _request = begin_request();
-        let of_tag = self.pool.core().charge_tag(stream, &request)?;
+        let core = self.pool.core();
+        let of_tenant =
+            self.tenant.as_ref().map(|limit| limit.charge(core, stream, &request)).transpose()?;
+        let of_tag = core.charge_tag(stream, &request)?;
         let mut block = self.slots.allocate(stream, request)?;
         block.count_for_tag(of_tag);
+        if of_tenant.is_some() {
+            block.meta_mut().live.of_tenant = of_tenant;
+        }
         self.pool.core().list_for_leaks(&mut block, None);
         Ok(block)
     }

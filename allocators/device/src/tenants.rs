@@ -28,16 +28,18 @@
 //! except that a pool with a limited tag takes the slow path for all its blocks.
 
 use crate::{
-    Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock,
+    Block, DeviceBuffer, DevicePool, Parkable, Request, Reserved, StableBlock,
     base::waits::begin_request,
     limits::{LiveLimit, LiveLimits},
     reserved::StepCharges,
 };
-use aquifer_core::{Budget, DeviceId, MemoryError, Opaque, PoolStats, Result, Tag, budget::Leased};
+use aquifer_core::{
+    Budget, DeviceId, MemoryError, Opaque, PoolStats, Reservation, Result, Tag, budget::Leased,
+};
 use aquifer_driver::site;
 use aquifer_stream::Stream;
 use bytemuck::Pod;
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::{Arc, Mutex, Weak, atomic::Ordering};
 
 impl DevicePool {
     /// Returns this pool for a tenant: every block counts towards the tenant's live bytes from its
@@ -79,7 +81,21 @@ impl DevicePool {
             .core()
             .feature::<LiveLimits>()
             .limit_for(is, || LiveLimit::new(tenant.clone(), None));
-        Ok(Tenant { pool: self.clone(), limit })
+        Ok(Tenant { pool: self.clone(), limit, held: Weak::new() })
+    }
+
+    /// Like [`DevicePool::for_tenant`], but the tenant's memory is drawn from `held` before the
+    /// budget is charged, as long as another owner keeps `held`.
+    ///
+    /// # Errors
+    /// As [`DevicePool::for_tenant`].
+    #[doc(hidden)]
+    pub fn for_tenant_drawing(
+        &self,
+        tenant: &Budget,
+        held: &Arc<Mutex<Reservation>>,
+    ) -> Result<Tenant> {
+        Ok(Tenant { held: Arc::downgrade(held), ..self.for_tenant(tenant)? })
     }
 
     /// Sets the limit of the live bytes of `tag` in this pool, and returns the budget that counts
@@ -125,6 +141,8 @@ impl DevicePool {
 pub struct Tenant {
     pool: DevicePool,
     limit: Arc<LiveLimit>,
+    /// The reservation that memory is drawn from first. Its owner may drop it at any time.
+    held: Weak<Mutex<Reservation>>,
 }
 
 impl Tenant {
@@ -145,7 +163,10 @@ impl Tenant {
         // One deadline for the tenant's limit and for the pool.
         let _request = begin_request();
         let leased = self.charge(stream, request)?;
-        let mut block = self.pool.alloc(stream, request)?;
+        let mut block = match self.held.upgrade() {
+            Some(held) => self.pool.alloc_reserved(stream, request, &held)?,
+            None => self.pool.alloc(stream, request)?,
+        };
         block.meta_mut().live.of_tenant = Some(leased);
         Ok(block)
     }
@@ -159,7 +180,10 @@ impl Tenant {
         // One deadline for the tenant's limit and for the pool.
         let _request = begin_request();
         let leased = self.charge(stream, request)?;
-        let mut stable = self.pool.alloc_stable(stream, request)?;
+        let mut stable = match self.held.upgrade() {
+            Some(held) => self.pool.alloc_stable_reserved(stream, request, &held)?,
+            None => self.pool.alloc_stable(stream, request)?,
+        };
         stable.block_mut().meta_mut().live.of_tenant = Some(leased);
         Ok(stable)
     }
@@ -215,8 +239,42 @@ impl Tenant {
         step: u64,
     ) -> Result<Reserved<T>> {
         let _site = site::enter();
-        let account = StepCharges { tenant: Some(self.limit.clone()), ..StepCharges::default() };
+        let account = StepCharges { tenant: Some(self.limit.clone()), held: self.held.clone() };
         self.pool.reserve_for(stream, max_len, step, account)
+    }
+
+    /// Returns the allocator of [parkable](DevicePool::parkable) blocks of `tag` for this tenant.
+    /// Its blocks count towards the tenant's live bytes from their allocation to their free, also
+    /// while they are parked: the tenant keeps the right to resume them. Tenants may share a tag,
+    /// whose blocks are parked and resumed together. They are not drawn from a lease.
+    ///
+    /// ```
+    /// use aquifer_core::{Budget, MemoryError, Tag};
+    /// use aquifer_device::{DevicePool, Park, PoolConfig};
+    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+    /// let (s, tag) = (pool.stream()?, Tag::named("adapters of a"));
+    /// let tenant = pool.for_tenant(&Budget::new("tenant a", 8 << 20))?;
+    /// let adapters = tenant.parkable(tag)?;
+    /// let x = adapters.buffer::<f32>(&s, 1 << 20)?;
+    /// assert_eq!(tenant.live(), 4 << 20);
+    /// // SAFETY: 1. and 2. nothing uses the block.
+    /// unsafe { pool.park(tag, Park::discard()) }?;
+    /// assert_eq!((pool.stats().physical, tenant.live()), (0, 4 << 20));
+    /// pool.resume(tag, None)?;
+    /// let refused = adapters.buffer::<f32>(&s, 2 << 20).unwrap_err();
+    /// assert!(matches!(&refused, MemoryError::OutOfMemory(error) if error.of_live_bytes));
+    /// drop(x);
+    /// assert_eq!(tenant.live(), 0);
+    /// # Ok::<(), MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`DevicePool::parkable`]. The tenant's limit applies to [`Parkable::alloc`] as to
+    /// [`Tenant::alloc`].
+    #[track_caller]
+    pub fn parkable(&self, tag: Tag) -> Result<Parkable> {
+        Ok(self.pool.parkable(tag)?.for_tenant(self.limit.clone()))
     }
 
     fn charge(&self, stream: &Stream, request: Request) -> Result<Leased> {
