@@ -175,7 +175,10 @@ use std::{
     alloc::Layout,
     fmt,
     ptr::NonNull,
-    sync::{Arc, Mutex, OnceLock, PoisonError, Weak, atomic::AtomicU64},
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicU64},
+    },
     time::Instant,
 };
 
@@ -239,6 +242,7 @@ impl PinnedPool {
             scratch,
             status,
             recorded_limit: AtomicU64::new(u64::MAX),
+            has_explained: AtomicBool::new(false),
         });
         shared.report_limit();
         sweep();

@@ -14,6 +14,22 @@ use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 /// and can be freed. Any copy can free the blocks of any other copy, from any thread. Growing and
 /// shrinking happen in place where possible.
 ///
+/// A collection that cannot grow calls `handle_alloc_error`, which ends the process with a message
+/// that has only the size. `AllocError` has no room for more. So the pool writes why it refused to
+/// the standard error stream, once. A program that goes on without the memory calls `try_reserve`:
+///
+/// ```
+/// use allocator_api2::vec::Vec;
+/// use aquifer_core::Budget;
+/// use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
+/// let host = Host::new(Topology::read()?, Kernel::new());
+/// let pool = PinnedPool::new(&host, &Budget::new("pinned", 8 << 20), PinnedConfig::default())?;
+/// let mut batch: Vec<u8, _> = Vec::new_in(pool.allocator());
+/// assert!(batch.try_reserve(64 << 20).is_err()); // nothing has changed
+/// batch.try_reserve(1 << 20)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
 /// `deallocate` ignores and counts a pointer that is no live block, and a layout that is longer
 /// than the block.
 ///
@@ -155,7 +171,10 @@ impl PinnedAllocator {
     #[inline(never)]
     fn allocate_slow<E>(&self, layout: Layout, none: E) -> std::result::Result<NonNull<[u8]>, E> {
         let block = self.core.allocate_slow(self.generation, layout, &Effort::Configured);
-        block.inspect(|block| poison::on_allocate(block.cast(), layout.size())).map_err(|_| none)
+        block.inspect(|block| poison::on_allocate(block.cast(), layout.size())).map_err(|error| {
+            self.core.explain_once(self.generation, &error);
+            none
+        })
     }
 
     #[cold]

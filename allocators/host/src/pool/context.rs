@@ -4,7 +4,7 @@
 use super::{PinnedConfig, thread::InsidePool};
 use crate::region::{Cause, Host, RegionError};
 use aquifer_core::{
-    Action, Budget, Tag,
+    Action, Budget, MemoryError, Tag,
     budget::{HookRegistration, Reclaim},
     error::Tried,
     event::MemoryLocation,
@@ -13,9 +13,10 @@ use aquifer_core::{
 use aquifer_status::{PoolSlot, tightest_limit};
 use std::{
     fmt,
+    io::{self, Write},
     sync::{
         Arc, Mutex, OnceLock, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Instant,
 };
@@ -60,9 +61,26 @@ pub(super) struct PoolContext {
     /// The limit that the recorder was told last: `u64::MAX` for none. No lock, since a child of a
     /// fork would wait for one that another thread of its parent held.
     pub(super) recorded_limit: AtomicU64,
+    /// Whether a refusal was written to the standard error stream.
+    pub(super) has_explained: AtomicBool,
 }
 
 impl PoolContext {
+    /// Writes the first refusal to a collection to the standard error stream: the collection may
+    /// end the process, with a message that has only the size.
+    pub(super) fn explain_once(&self, refused: &MemoryError) {
+        if !self.has_explained.swap(true, Ordering::Relaxed) {
+            // The memory of the text must not come from this pool.
+            let _inside = InsidePool::enter();
+            let mut stderr = io::stderr().lock();
+            // There is no other place to report that this failed.
+            let _ = writeln!(
+                stderr,
+                "aquifer: a pinned allocation was refused (told once; `try_reserve` reports each refusal): {refused}"
+            );
+        }
+    }
+
     pub(super) fn place(&self) -> MemoryLocation {
         MemoryLocation::Host(self.config.node.map(|node| node.0))
     }

@@ -500,6 +500,17 @@ impl PoolCore {
         }
     }
 
+    /// Explains a refusal to a collection, if the pool of this generation is open.
+    #[cold]
+    pub(super) fn explain_once(&'static self, generation: u64, refused: &MemoryError) {
+        // Other refusals come from a forked child, or from inside of a pool.
+        if matches!(refused, MemoryError::OutOfMemory(_))
+            && let Ok(shared) = self.with(|state| state.open_as(generation).cloned())
+        {
+            shared.explain_once(refused);
+        }
+    }
+
     /// Allocates a block after the fast path failed, with the given effort.
     #[inline(never)]
     pub(super) fn allocate_slow(

@@ -655,3 +655,27 @@ fn time_limits_beyond_the_clocks_range_count_as_long_ones() {
     let too_large = Layout::from_size_align(1 << 30, 64).unwrap();
     assert!(Allocator::allocate(&allocator, too_large).is_err());
 }
+
+/// Set in the process that the test below starts.
+const OVER_BUDGET: &str = "AQUIFER_TEST_OVER_BUDGET";
+
+#[test]
+fn a_vector_over_its_budget_ends_with_the_explanation_of_its_pool() {
+    const NAME: &str = "pool::a_vector_over_its_budget_ends_with_the_explanation_of_its_pool";
+    if std::env::var_os(OVER_BUDGET).is_some() {
+        let budget = Budget::new("pinned batches", 8 << 20);
+        let pool = PinnedPool::new(&support::host(), &budget, config()).unwrap();
+        let mut handled = AllocVec::<u8, _>::new_in(pool.allocator());
+        assert!(handled.try_reserve(64 << 20).is_err());
+        let _never = AllocVec::<u8, _>::with_capacity_in(64 << 20, pool.allocator());
+        return;
+    }
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    let ended = child.args(["--exact", NAME, "--nocapture"]).env(OVER_BUDGET, "1").output();
+    let ended = ended.unwrap();
+    let told = String::from_utf8_lossy(&ended.stderr);
+    assert!(!ended.status.success(), "{told}");
+    assert!(told.contains("out of memory on the host: 64.00 MiB requested"), "{told}");
+    assert!(told.contains("raise the limit of pinned batches to"), "{told}");
+    assert_eq!(told.matches("aquifer: ").count(), 1, "told once: {told}");
+}
