@@ -104,8 +104,8 @@ impl BudgetBench {
 
 /// Creates a tree with this many levels, and returns its lowest level.
 fn tree(levels: usize) -> Budget {
-    let mut names = NAMES[NAMES.len() - levels..].iter();
-    let root = Budget::new(names.next().unwrap_or(&NAMES[0]), LIMIT);
+    let mut names = NAMES[NAMES.len() - levels..].iter().copied();
+    let root = Budget::new(names.next().unwrap_or(NAMES[0]), LIMIT);
     names.fold(root, |above, name| above.child(name, LIMIT))
 }
 

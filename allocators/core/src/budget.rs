@@ -104,7 +104,31 @@ pub use wait::Waiting;
 
 use crate::sync::atomic::Ordering::Relaxed;
 use node::Node;
-use std::{fmt, time::Instant};
+use std::{
+    borrow::Cow,
+    collections::BTreeSet,
+    fmt,
+    sync::{Mutex, PoisonError},
+    time::Instant,
+};
+
+/// Names of budgets that were made at run time.
+static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+
+/// Returns a name for the life of the process, the same for equal ones.
+fn stored(name: Cow<'static, str>) -> &'static str {
+    let name = match name {
+        Cow::Borrowed(name) => return name,
+        Cow::Owned(name) => name,
+    };
+    let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(&known) = names.get(name.as_str()) {
+        return known;
+    }
+    let new: &'static str = name.leak();
+    names.insert(new);
+    new
+}
 
 /// The figures of one node at one moment, in bytes unless noted.
 ///
@@ -135,24 +159,31 @@ pub struct Figures {
 }
 
 impl Budget {
-    /// Creates a root budget of `limit` bytes. `name` appears in its errors: a literal, or the name
-    /// of a tag.
+    /// Creates a root budget of `limit` bytes. `name` appears in its errors. It may be made at run
+    /// time: each such name is stored once for the process, as errors outlive their budgets, and
+    /// takes up no [`Tag`](crate::Tag).
+    ///
+    /// ```
+    /// use aquifer_core::Budget;
+    /// let tenants: Vec<Budget> = (0..3).map(|n| Budget::new(format!("tenant {n}"), 100)).collect();
+    /// assert_eq!(tenants[2].charge(101).unwrap_err().budget, "tenant 2");
+    /// ```
     #[must_use]
-    pub fn new(name: &'static str, limit: u64) -> Self {
-        Self { node: Node::claim(None, name, limit) }
+    pub fn new(name: impl Into<Cow<'static, str>>, limit: u64) -> Self {
+        Self { node: Node::claim(None, stored(name.into()), limit) }
     }
 
     /// Creates a root budget without a limit, which only counts.
     #[must_use]
-    pub fn unlimited(name: &'static str) -> Self {
+    pub fn unlimited(name: impl Into<Cow<'static, str>>) -> Self {
         Self::new(name, u64::MAX)
     }
 
     /// Creates a budget below this one: what is charged to it is charged here as well. It inherits
     /// this budget's priority. It lives as long as a handle to it or a charge of it exists.
     #[must_use]
-    pub fn child(&self, name: &'static str, limit: u64) -> Self {
-        Self { node: Node::claim(Some(self.node), name, limit) }
+    pub fn child(&self, name: impl Into<Cow<'static, str>>, limit: u64) -> Self {
+        Self { node: Node::claim(Some(self.node), stored(name.into()), limit) }
     }
 
     /// Takes `bytes` here and from every ancestor, or nothing. Never blocks.

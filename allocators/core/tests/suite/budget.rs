@@ -183,3 +183,17 @@ proptest! {
         prop_assert_eq!(budget.used(), 0);
     }
 }
+
+#[test]
+fn budgets_named_at_run_time_keep_their_names_however_many_there_are() {
+    let root = Budget::unlimited("all tenants");
+    let name_of = |n: u32| format!("tenant {}", n % (if cfg!(miri) { 9 } else { 70_000 }));
+    for n in 0..if cfg!(miri) { 20 } else { 140_000 } {
+        let tenant = root.child(name_of(n), 1);
+        assert_eq!(tenant.name(), name_of(n));
+        assert_eq!(tenant.charge(2).unwrap_err().budget, name_of(n));
+    }
+    let [one, same] = [(); 2].map(|()| root.child(String::from("the same"), 1).name());
+    assert!(std::ptr::eq(one, same), "a name is stored once");
+    assert_ne!(aquifer_core::Tag::named("a tag after all these"), aquifer_core::Tag::OTHER);
+}
