@@ -23,7 +23,7 @@ pub use crate::names::{InternTable, NameTable, StackTable};
 pub use extents::ExtentTree;
 pub use model::{
     AddressSource, AddressSpan, BlockColumns, HistoryAction, HistoryClock, HistoryMark,
-    HistoryStep, MarkKind, MemoryHistory,
+    HistoryPhase, HistoryStep, MarkKind, MemoryHistory,
 };
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 //! trace.
 
 use super::{
-    BlockColumns, HistoryAction, HistoryClock, HistoryMark, HistoryStep, MarkKind, MemoryHistory,
-    NameTable, StackTable, layout,
+    BlockColumns, HistoryAction, HistoryClock, HistoryMark, HistoryPhase, HistoryStep, MarkKind,
+    MemoryHistory, NameTable, StackTable, layout,
 };
 use crate::trace::{
     MAX_STREAMS, TraceFormat,
@@ -35,6 +35,8 @@ pub(super) struct HistoryBuilder {
     freed_rows: Vec<u32>,
     steps: Vec<HistoryStep>,
     marks: Vec<HistoryMark>,
+    /// Phases, in any order. They may lie outside of the history.
+    pub(super) phases: Vec<HistoryPhase>,
     /// Each change of the limit.
     pub(super) limits: Vec<(f64, Option<u64>)>,
     /// Each change of what is in use outside.
@@ -60,6 +62,7 @@ pub(super) struct Origin {
     pub(super) tag: u32,
     pub(super) thread: u32,
     pub(super) stack: u32,
+    pub(super) metadata: u32,
 }
 
 /// What is known about the input besides its rows.
@@ -79,6 +82,7 @@ impl HistoryBuilder {
             freed_rows: Vec::new(),
             steps: Vec::new(),
             marks: Vec::new(),
+            phases: Vec::new(),
             limits: Vec::new(),
             outside: Vec::new(),
             stream_names,
@@ -155,6 +159,7 @@ impl HistoryBuilder {
         blocks.tag.push(origin.tag);
         blocks.stack.push(origin.stack);
         blocks.kind.push(origin.kind);
+        blocks.metadata.push(origin.metadata);
         blocks.row.push(short(row));
         self.freed_rows.push(0);
         self.steps.push(HistoryStep::new(HistoryAction::Allocate, block));
@@ -288,6 +293,12 @@ impl HistoryBuilder {
             return Err(Fault::NoAllocation);
         }
         (self.names, self.freed_rows) = (HashMap::new(), Vec::new());
+        let end = self.end;
+        self.phases.retain(|phase| phase.begin <= end && phase.end >= 0.0);
+        for phase in &mut self.phases {
+            (phase.begin, phase.end) = (phase.begin.max(0.0), phase.end.min(end));
+        }
+        self.phases.sort_by(|a, b| a.begin.total_cmp(&b.begin).then(a.depth.cmp(&b.depth)));
         let mut notes = Vec::new();
         if self.free_at_once() {
             notes.push(
@@ -342,6 +353,7 @@ impl HistoryBuilder {
             events: self.events,
             blocks: self.blocks,
             marks: self.marks,
+            phases: self.phases,
             limits: self.limits,
             outside: self.outside,
             steps: self.steps,

@@ -72,6 +72,8 @@ pub struct BlockColumns {
     pub kind: Vec<Option<BlockKind>>,
     /// The row or event of its allocation. 0 if it existed before the first one.
     pub row: Vec<u32>,
+    /// The text that the program attached to it. 0 if it has none.
+    pub metadata: Vec<u32>,
     /// Whether `bytes` is known to be exact. Empty if it is known of no block.
     pub is_exact: Vec<bool>,
 }
@@ -154,6 +156,26 @@ pub struct HistoryMark {
     pub device_free: Option<u64>,
     /// The name of its tag or its text. 0 if it has none.
     pub text: u32,
+}
+
+/// A named phase of the program: an annotation of PyTorch's profiler, or an NVTX range.
+///
+/// ```
+/// use aquifer_formats::history::HistoryPhase;
+/// let step = HistoryPhase { name: 3, begin: 10.0, end: 90.0, depth: 0 };
+/// let forward = HistoryPhase { name: 4, begin: 12.0, end: 40.0, depth: 1 };
+/// assert!(step.begin <= forward.begin && forward.end <= step.end);
+/// ```
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct HistoryPhase {
+    /// The number of its name.
+    pub name: u32,
+    /// The time of its first moment.
+    pub begin: f64,
+    /// The time of its end: that of the history if the input does not tell. Never before `begin`.
+    pub end: f64,
+    /// The number of phases of the same thread that surround it.
+    pub depth: u32,
 }
 
 /// What a step does.
@@ -243,6 +265,8 @@ pub struct MemoryHistory {
     pub blocks: BlockColumns,
     /// Marks, in order.
     pub marks: Vec<HistoryMark>,
+    /// Phases of the program, if the input names them: by their begin, outer ones first.
+    pub phases: Vec<HistoryPhase>,
     /// The limit of the memory over time, if the input tells: each change, and the limit after it,
     /// or none if there is no limit any more.
     pub limits: Vec<(f64, Option<u64>)>,
@@ -251,7 +275,7 @@ pub struct MemoryHistory {
     pub outside: Vec<(f64, u64)>,
     /// What happened, in order.
     pub steps: Vec<HistoryStep>,
-    /// Names of streams, threads, tags, frames and marks.
+    /// Names of streams, threads, tags, frames, marks and phases, and texts of blocks.
     pub names: NameTable,
     /// Call stacks.
     pub stacks: StackTable,
@@ -278,11 +302,7 @@ impl MemoryHistory {
     /// Returns what the numbers of its rows count.
     #[must_use]
     pub fn unit(&self) -> &'static str {
-        match self.format {
-            TraceFormat::Events | TraceFormat::Rmm => "row",
-            TraceFormat::Made => "step",
-            TraceFormat::Snapshot => "event",
-        }
+        self.format.unit()
     }
 
     /// Returns the time of a step.

@@ -105,6 +105,7 @@ fn of_events(
                     tag: builder.texts.intern(&parsed.tag),
                     thread: builder.texts.intern(parsed.thread),
                     stack: 0,
+                    metadata: 0,
                 };
                 builder.allocate(now, id, bytes, stream, &origin).map_err(at)?;
                 continue;
@@ -245,7 +246,8 @@ fn of_rmm(mut source: TraceSource) -> Result<MemoryHistory, TraceError> {
                 let thread = builder.texts.intern(thread);
                 let (kind, occupied) = (None, None);
                 let address = Some(address);
-                let origin = Origin { address, kind, occupied, tag: 0, thread, stack: 0 };
+                let origin =
+                    Origin { address, kind, occupied, tag: 0, thread, stack: 0, metadata: 0 };
                 builder.allocate(now, id, bytes, stream, &origin)
             }
             RmmAction::Free => builder
@@ -269,7 +271,8 @@ fn of_made(trace: &Trace) -> Result<MemoryHistory, Fault> {
         match step.action {
             TraceAction::Allocate => {
                 let (address, kind, occupied) = (None, None, None);
-                let origin = Origin { address, kind, occupied, tag: 0, thread: 0, stack: 0 };
+                let origin =
+                    Origin { address, kind, occupied, tag: 0, thread: 0, stack: 0, metadata: 0 };
                 builder.allocate(now, id, block.bytes, block.stream.into(), &origin)?;
             }
             TraceAction::Free => {
@@ -395,7 +398,8 @@ fn play(
     for &Early { id, address, bytes, stream, freed, stack } in playback.early() {
         let (name, address, occupied) = (Name::Id(id), Some(address), occupied(id));
         let stack = if let Value::Stack(stack) = stack { stack } else { 0 };
-        let origin = Origin { address, kind: None, occupied, tag: 0, thread: 0, stack };
+        let origin =
+            Origin { address, kind: None, occupied, tag: 0, thread: 0, stack, metadata: 0 };
         builder.allocate((0, 0.0), name, bytes, stream, &origin)?;
         if freed {
             builder.free((0, 0.0), name, bytes, stream)?;
@@ -425,6 +429,7 @@ fn play(
                         tag: category(objects, event, builder),
                         thread: 0,
                         stack,
+                        metadata: 0,
                     };
                     builder.allocate(now, name, bytes, stream, &origin)?;
                 }

@@ -20,12 +20,41 @@ pub(super) const EVENTS_HEADER: &str = "t_us,op,id,bytes,stream";
 pub enum TraceFormat {
     /// `t_us,op,id,bytes,stream`, with or without `kind`, `device` and `tag`
     Events,
-    /// `Thread,Time,Action,Pointer,Size,Stream`
+    /// `Thread,Time,Action,Pointer,Size,Stream`, or `Event Type,Device ID,Address,…` of RMM before
+    /// 0.15
     Rmm,
+    /// `timestamp_us,…,nvtx_depth,nvtx_range`: samples of the resources of RAFT and cuVS.
+    Raft,
+    /// `id,lower,upper,size`: a problem of minimalloc.
+    Minimalloc,
     /// No file: generated from a seed.
     Made,
     /// A memory snapshot of PyTorch.
     Snapshot,
+}
+
+impl TraceFormat {
+    /// Returns its name in reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Events => "events",
+            Self::Rmm => "rmm",
+            Self::Raft => "raft",
+            Self::Minimalloc => "minimalloc",
+            Self::Made => "made",
+            Self::Snapshot => "snapshot",
+        }
+    }
+
+    /// Returns what the numbers of its steps count.
+    pub(crate) fn unit(self) -> &'static str {
+        match self {
+            Self::Events | Self::Rmm | Self::Raft | Self::Minimalloc => "row",
+            Self::Made => "step",
+            Self::Snapshot => "event",
+        }
+    }
 }
 
 /// One block from its allocation to its last use.
@@ -154,11 +183,7 @@ pub struct Trace {
 impl Trace {
     /// Returns what the numbers of its steps count.
     pub fn unit(&self) -> &'static str {
-        match self.format {
-            TraceFormat::Events | TraceFormat::Rmm => "row",
-            TraceFormat::Made => "step",
-            TraceFormat::Snapshot => "event",
-        }
+        self.format.unit()
     }
 
     /// Returns the number of allocations.

@@ -10,10 +10,7 @@ use super::{
     holders,
     selection::BlockSelection,
 };
-use aquifer_formats::{
-    history::{AddressSource, HistoryClock, HistoryMark, MarkKind, MemoryHistory},
-    trace::TraceFormat,
-};
+use aquifer_formats::history::{AddressSource, HistoryClock, HistoryMark, MarkKind, MemoryHistory};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
@@ -125,17 +122,11 @@ pub(crate) fn payload(runs: &[ReportRun], selections: &[BlockSelection], finest:
 /// The parts of a run that a page and `--json` share.
 fn common(run: &ReportRun) -> Value {
     let ReportRun { name, history, analysis } = run;
-    let format = match history.format {
-        TraceFormat::Events => "events",
-        TraceFormat::Rmm => "rmm",
-        TraceFormat::Snapshot => "snapshot",
-        TraceFormat::Made => "made",
-    };
     let (markers, left_out) = markers(history);
     let notes: Vec<_> = history.notes.iter().chain(&analysis.notes).collect();
     json!({
         "name": name,
-        "format": format,
+        "format": history.format.name(),
         "device": history.device.map(|device| device.to_string()),
         "devices": history.devices.iter().map(ToString::to_string).collect::<Vec<_>>(),
         "notes": notes,
