@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`rmm`] | [`RmmLog`]: writes the log of RAPIDS' memory manager |
 //! | [`snapshot`] | [`MemorySnapshot`]: writes PyTorch's memory snapshots |
-//! | `trace` | `Trace`: reads these two and our own format for a replay, with the feature `read` |
+//! | `trace` | `Trace`: reads these two, our own format, logs of RAFT and cuVS, and problems of minimalloc for a replay, with the feature `read` |
 //! | `history` | `MemoryHistory`: reads the same for an analysis, with the feature `read` |
 //! | `pickle` | Python pickles, which snapshots are |
 //! | `names` | interned text and call stacks |

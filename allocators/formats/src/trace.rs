@@ -1,9 +1,14 @@
 //! Recorded traces of memory allocations, read and checked for replay.
 //!
-//! A trace is CSV in one of two forms, or a memory snapshot of PyTorch, plain or compressed by xz,
-//! gzip or zstd. [`Trace::read`] detects the form by the first bytes. Each form becomes the same
+//! A trace is CSV in one of several forms, or a memory snapshot of PyTorch, plain or compressed by
+//! xz, gzip or zstd. [`Trace::read`] detects the form by the first bytes. Each form becomes the same
 //! [`Trace`]: blocks numbered from zero, streams numbered from zero without gaps, and a list of
-//! steps. An impossible step is rejected with its row, so that a replay never has to check one.
+//! steps.
+//!
+//! A replay never has to check a step. An impossible one in this library's own form is rejected with
+//! its row. Files of other programs are read as they really end: what is impossible or unknown in
+//! them is passed over, and [`Trace::notes`] has the counts by kind in one line. They are refused
+//! only if nothing is left.
 //!
 //! | module | contents |
 //! |---|---|
@@ -11,11 +16,15 @@
 //! | `source` | bytes to rows: files, truncated files |
 //! | `compressed` | xz, gzip and zstd, with a bound on memory |
 //! | `events` | the form of this library and its recorder for PyTorch, with named fields |
+//! | `log` | logs of other programs in one form |
 //! | `rmm` | the log of RAPIDS' memory manager |
+//! | `raft` | samples of RAFT's and cuVS's resources |
+//! | `minimalloc` | problems of minimalloc |
 //! | `snapshot` | memory snapshots of PyTorch |
 //! | [`made`] | workloads generated from a seed, without a file |
 //! | `builder` | rows to steps, and the checks |
 //! | `split` | distribution over another number of streams |
+//! | `skips` | what is passed over |
 //! | `error` | errors |
 
 pub(crate) mod builder;
@@ -23,9 +32,13 @@ mod changed;
 mod compressed;
 pub(crate) mod error;
 pub(crate) mod events;
+pub(crate) mod log;
 pub mod made;
+mod minimalloc;
 mod model;
-pub(crate) mod rmm;
+mod raft;
+mod rmm;
+pub(crate) mod skips;
 pub(crate) mod snapshot;
 pub(crate) mod source;
 mod split;
@@ -41,6 +54,7 @@ use crate::pickle;
 use builder::Builder;
 use error::Fault;
 use events::Columns;
+use log::LogHeader;
 use source::TraceSource;
 use std::{collections::BTreeMap, io::BufRead, path::Path};
 
@@ -84,27 +98,13 @@ impl Trace {
         if source.begins_with(pickle::MAGIC)? {
             return snapshot::read(source.bytes(), device);
         }
-        let columns = match source.next_row()? {
-            None => return Err(TraceError::whole(Fault::Empty)),
-            Some((_, crate::rmm::HEADER)) => None,
-            Some((row, header)) => match Columns::of(header) {
-                Some(columns) => Some(columns),
-                None => {
-                    let fault = Fault::Header { found: header.to_owned() };
-                    return Err(TraceError { row: Some(row), fault });
-                }
-            },
-        };
-        if device.is_some() && !columns.as_ref().is_some_and(Columns::tells_devices) {
+        let header = Header::read(&mut source)?;
+        if device.is_some() && !header.tells_devices() {
             return Err(TraceError::whole(Fault::NoDevices));
         }
-        let Some(columns) = columns else {
-            let mut builder = Builder::new();
-            while let Some((row, text)) = source.next_row()? {
-                rmm::take(text, row, &mut builder)
-                    .map_err(|fault| TraceError { row: Some(row), fault })?;
-            }
-            return builder.finish(TraceFormat::Rmm).map_err(TraceError::whole);
+        let columns = match header {
+            Header::Events(columns) => columns,
+            Header::Log(header) => return log::trace(header, &mut source, device),
         };
         let mut builders = BTreeMap::new();
         while let Some((row, text)) = source.next_row()? {
@@ -112,16 +112,19 @@ impl Trace {
                 .take(text, row, &mut builders)
                 .map_err(|fault| TraceError { row: Some(row), fault })?;
         }
-        Self::of_device(builders, &columns, device).map_err(TraceError::whole)
+        let facts =
+            (TraceFormat::Events, columns.tells_devices(), columns.note().into_iter().collect());
+        Self::of_device(builders, facts, device).map_err(TraceError::whole)
     }
 
     /// Returns the trace of one of several devices: the selected one, or the one with the most
-    /// steps.
+    /// steps. `facts` are the form, whether it distinguishes devices, and notes.
     fn of_device(
         mut builders: BTreeMap<TraceDevice, Builder>,
-        columns: &Columns,
+        facts: (TraceFormat, bool, Vec<String>),
         asked: Option<u32>,
     ) -> Result<Self, Fault> {
+        let (format, tells_devices, notes) = facts;
         let accounts = |(&device, builder): (&TraceDevice, &Builder)| {
             builder
                 .accounts()
@@ -154,8 +157,8 @@ impl Trace {
             }),
         }?;
         let builder = builders.remove(&TraceDevice::Gpu(chosen)).ok_or(Fault::NoAllocation)?;
-        let mut trace = builder.finish(TraceFormat::Events)?;
-        trace.notes.extend(columns.note());
+        let mut trace = builder.finish(format)?;
+        trace.notes.extend(notes);
         if gpus.len() > 1 {
             let others = gpus.len() - 1;
             trace.notes.push(format!(
@@ -174,10 +177,39 @@ impl Trace {
                 "{pinned} blocks of pinned host memory in the trace are not replayed"
             ));
         }
-        if columns.tells_devices() {
+        if tells_devices {
             (trace.memory, trace.device) = (memory, Some(chosen));
         }
         Ok(trace)
+    }
+}
+
+/// The first row of a file.
+#[derive(Debug)]
+pub(crate) enum Header {
+    /// Of this library's own form.
+    Events(Columns),
+    /// Of another program's.
+    Log(LogHeader),
+}
+
+impl Header {
+    /// Reads the first row.
+    pub(crate) fn read(source: &mut TraceSource) -> Result<Self, TraceError> {
+        let (row, header) = source.next_row()?.ok_or(TraceError::whole(Fault::Empty))?;
+        let form = Columns::of(header).map(Self::Events);
+        form.or_else(|| LogHeader::of(header).map(Self::Log)).ok_or_else(|| {
+            let fault = Fault::Header { found: header.to_owned() };
+            TraceError { row: Some(row), fault }
+        })
+    }
+
+    /// Returns whether the rows distinguish devices.
+    pub(crate) fn tells_devices(&self) -> bool {
+        match self {
+            Self::Events(columns) => columns.tells_devices(),
+            Self::Log(header) => header.tells_devices(),
+        }
     }
 }
 

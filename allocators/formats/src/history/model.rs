@@ -14,7 +14,7 @@ use std::ops::Range;
 pub enum HistoryClock {
     /// Microseconds since the first event.
     Microseconds,
-    /// The number of the event: the input has no times.
+    /// The number of the event, or the step of a problem: the input has no times.
     Events,
 }
 

@@ -1,27 +1,23 @@
-//! The forms of input: this library's own rows, RMM's log, PyTorch's snapshots, and generated
-//! traces.
+//! The forms of input: this library's own rows, logs of other programs, PyTorch's snapshots, and
+//! generated traces.
 
 use super::{
-    ExtentTree, HistoryClock, HistoryMark, MarkKind, MemoryHistory,
+    ExtentTree, HistoryClock, HistoryMark, HistoryPhase, MarkKind, MemoryHistory,
     builder::{HistoryBuilder, InputFacts, Origin, StreamNames, short},
 };
 use crate::{
     pickle::{self, Objects, Value, Word},
-    rmm,
     trace::{
-        Trace, TraceAction, TraceDevice, TraceError, TraceFormat,
+        Header, Trace, TraceAction, TraceDevice, TraceError, TraceFormat,
         error::{Fault, Name, SnapshotError, SnapshotPath},
         events::{Columns, RowAction},
+        log::{LogAction, LogEvent, LogFacts, LogHeader, LogPhase},
         made,
-        rmm::{RmmAction, RmmRow, parse as parse_rmm},
         snapshot::{Deed, Early, Playback, PlayedEvent, Snapshot},
         source::TraceSource,
     },
 };
 use std::{collections::BTreeMap, io::BufRead, path::Path};
-
-/// Microseconds of a day.
-const DAY_US: u64 = 24 * 60 * 60 * 1_000_000;
 
 impl MemoryHistory {
     /// Reads and checks the file at `path`, the standard input for `-`, or generates the workload
@@ -57,23 +53,13 @@ fn parse(
     if source.begins_with(pickle::MAGIC)? {
         return of_snapshot(source.bytes(), device).map_err(TraceError::whole);
     }
-    let columns = match source.next_row()? {
-        None => return Err(TraceError::whole(Fault::Empty)),
-        Some((_, rmm::HEADER)) => None,
-        Some((row, header)) => match Columns::of(header) {
-            Some(columns) => Some(columns),
-            None => {
-                let fault = Fault::Header { found: header.to_owned() };
-                return Err(TraceError { row: Some(row), fault });
-            }
-        },
-    };
-    if device.is_some() && !columns.as_ref().is_some_and(Columns::tells_devices) {
+    let header = Header::read(&mut source)?;
+    if device.is_some() && !header.tells_devices() {
         return Err(TraceError::whole(Fault::NoDevices));
     }
-    match columns {
-        Some(columns) => of_events(source, &columns, device),
-        None => of_rmm(source),
+    match header {
+        Header::Events(columns) => of_events(source, &columns, device),
+        Header::Log(header) => of_log(header, source, device),
     }
 }
 
@@ -145,13 +131,31 @@ fn of_events(
         };
         builder.mark(mark).map_err(at)?;
     }
-    of_device(builders, columns, asked).map_err(TraceError::whole)
+    let facts = DeviceFacts {
+        format: TraceFormat::Events,
+        clock: HistoryClock::Microseconds,
+        tells_devices: columns.tells_devices(),
+        tells_kinds: columns.tells_kinds(),
+        notes: columns.note().into_iter().collect(),
+        phases: Vec::new(),
+    };
+    of_device(builders, facts, asked).map_err(TraceError::whole)
+}
+
+/// What is known of an input with rows besides them.
+struct DeviceFacts {
+    format: TraceFormat,
+    clock: HistoryClock,
+    tells_devices: bool,
+    tells_kinds: bool,
+    notes: Vec<String>,
+    phases: Vec<LogPhase>,
 }
 
 /// Returns the history of one of several devices.
 fn of_device(
     mut builders: BTreeMap<TraceDevice, HistoryBuilder>,
-    columns: &Columns,
+    facts: DeviceFacts,
     asked: Option<TraceDevice>,
 ) -> Result<MemoryHistory, Fault> {
     let there: Vec<TraceDevice> = builders
@@ -170,14 +174,18 @@ fn of_device(
         None => there.iter().max_by_key(rank).copied().ok_or(Fault::NoAllocation),
     }?;
     let pinned = match device {
-        TraceDevice::Gpu(_) if columns.tells_devices() => Some(pinned_bytes(&builders)),
+        TraceDevice::Gpu(_) if facts.tells_devices => Some(pinned_bytes(&builders)),
         _ => None,
     };
-    let builder = builders.remove(&device).ok_or(Fault::NoAllocation)?;
-    let facts = InputFacts { mapped_at_start: None, tells_kinds: columns.tells_kinds() };
-    let mut history = builder.finish(TraceFormat::Events, HistoryClock::Microseconds, facts)?;
-    history.notes.extend(columns.note());
-    if columns.tells_devices() {
+    let mut builder = builders.remove(&device).ok_or(Fault::NoAllocation)?;
+    for (name, begin, end, depth) in facts.phases {
+        let name = builder.texts.intern(&name);
+        builder.phases.push(HistoryPhase { name, begin, end, depth });
+    }
+    let input = InputFacts { mapped_at_start: None, tells_kinds: facts.tells_kinds };
+    let mut history = builder.finish(facts.format, facts.clock, input)?;
+    history.notes.extend(facts.notes);
+    if facts.tells_devices {
         history.notes.extend(note_on_devices(device, &there));
         (history.device, history.devices, history.pinned) = (Some(device), there, pinned);
     }
@@ -212,29 +220,39 @@ fn pinned_bytes(builders: &BTreeMap<TraceDevice, HistoryBuilder>) -> Vec<(f64, u
     levels
 }
 
-/// Reads the log of RAPIDS' memory manager.
-fn of_rmm(mut source: TraceSource) -> Result<MemoryHistory, TraceError> {
-    let mut builder = HistoryBuilder::new(StreamNames::Handles);
-    let (mut first, mut days, mut before, mut time) = (None, 0, 0, 0);
-    while let Some((row, text)) = source.next_row()? {
-        let at = |fault| TraceError { row: Some(row), fault };
-        let RmmRow { thread, time_us, action, address, bytes, stream } =
-            parse_rmm(text).map_err(at)?;
-        // The log has the time of day alone. It goes back at midnight, and a little between
-        // threads.
-        if time_us + DAY_US / 2 < before {
-            days += DAY_US;
-        }
-        before = time_us;
-        let absolute = days + time_us;
-        time = time.max(absolute.saturating_sub(*first.get_or_insert(absolute)));
-        let now = (row, time as f64);
-        builder.at(now.1);
-        let id = Name::Pointer(address);
-        match action {
-            RmmAction::Nothing => Ok(()),
-            RmmAction::Fail => builder.mark(HistoryMark {
-                time: now.1,
+/// Reads a log of another program, each device into a builder of its own.
+fn of_log(
+    header: LogHeader,
+    mut source: TraceSource,
+    asked: Option<TraceDevice>,
+) -> Result<MemoryHistory, TraceError> {
+    let mut builders: BTreeMap<TraceDevice, HistoryBuilder> = BTreeMap::new();
+    let facts = header.read(&mut source, &mut |event| {
+        let &LogEvent { row, time, bytes, stream, .. } = event;
+        let builder = builders
+            .entry(event.device)
+            .or_insert_with(|| HistoryBuilder::new(StreamNames::Handles));
+        builder.at(time);
+        let (now, id) = ((row, time), event.name());
+        match event.action {
+            LogAction::Allocate => {
+                let origin = Origin {
+                    address: event.address,
+                    kind: event.kind(),
+                    occupied: None,
+                    tag: builder.texts.intern(event.tag),
+                    thread: builder.texts.intern(event.thread),
+                    stack: 0,
+                    metadata: builder.texts.intern(event.metadata),
+                };
+                builder.allocate(now, id, bytes, stream, &origin)
+            }
+            LogAction::Release => {
+                builder.free(now, id, bytes, stream)?;
+                builder.complete(time, id, bytes, stream)
+            }
+            LogAction::Fail => builder.mark(HistoryMark {
+                time,
                 row: short(row),
                 kind: MarkKind::Fail,
                 bytes,
@@ -242,23 +260,13 @@ fn of_rmm(mut source: TraceSource) -> Result<MemoryHistory, TraceError> {
                 device_free: None,
                 text: 0,
             }),
-            RmmAction::Allocate => {
-                let thread = builder.texts.intern(thread);
-                let (kind, occupied) = (None, None);
-                let address = Some(address);
-                let origin =
-                    Origin { address, kind, occupied, tag: 0, thread, stack: 0, metadata: 0 };
-                builder.allocate(now, id, bytes, stream, &origin)
-            }
-            RmmAction::Free => builder
-                .free(now, id, bytes, stream)
-                .and_then(|()| builder.complete(now.1, id, bytes, stream)),
+            LogAction::Nothing => Ok(()),
         }
-        .map_err(at)?;
-    }
-    builder
-        .finish(TraceFormat::Rmm, HistoryClock::Microseconds, InputFacts::default())
-        .map_err(TraceError::whole)
+    })?;
+    let LogFacts { format, tells_times, tells_devices, phases, notes, skips } = facts;
+    let clock = if tells_times { HistoryClock::Microseconds } else { HistoryClock::Events };
+    let facts = DeviceFacts { format, clock, tells_devices, tells_kinds: false, notes, phases };
+    of_device(builders, facts, asked).map_err(|fault| skips.explain(TraceError::whole(fault)))
 }
 
 /// Converts a generated trace. Its steps are its clock.

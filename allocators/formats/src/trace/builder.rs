@@ -23,6 +23,7 @@ pub(super) struct Builder {
     skipped: u64,
     /// Totals by kind and tag, and the index of the last one used.
     accounts: Vec<TraceAccount>,
+    account_numbers: HashMap<BlockKind, HashMap<String, usize>>,
     last: usize,
 }
 
@@ -59,6 +60,7 @@ impl Builder {
             frees: 0,
             skipped: 0,
             accounts: Vec::new(),
+            account_numbers: HashMap::new(),
             last: 0,
         }
     }
@@ -81,8 +83,10 @@ impl Builder {
     fn account(&mut self, kind: BlockKind, tag: &str) -> usize {
         let fits = |account: &TraceAccount| account.kind == kind && account.tag == tag;
         if !self.accounts.get(self.last).is_some_and(fits) {
-            self.last = self.accounts.iter().position(fits).unwrap_or_else(|| {
+            let numbers = self.account_numbers.entry(kind).or_default();
+            self.last = numbers.get(tag).copied().unwrap_or_else(|| {
                 let tag = tag.to_owned();
+                numbers.insert(tag.clone(), self.accounts.len());
                 self.accounts.push(TraceAccount {
                     kind,
                     tag,

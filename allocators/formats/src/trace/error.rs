@@ -209,7 +209,8 @@ impl fmt::Display for Fault {
             Self::NoText => f.write_str("not a row of text"),
             Self::Header { found } => write!(
                 f,
-                "not a trace: the first row is {:?}, not {:?} or {:?}",
+                "not a trace: the first row is {:?}; accepted are {:?} of this library, {:?} of RMM, \
+                 \"timestamp_us,…\" of RAFT, \"id,lower,upper,size\" of minimalloc, and snapshots of PyTorch",
                 Clipped(found),
                 EVENTS_HEADER,
                 rmm::HEADER

@@ -12,6 +12,8 @@ use std::{
 
 /// The maximum length of a row. It bounds the memory for a file that is not text.
 const MAX_ROW: u64 = 4096;
+/// The mark of the byte order that some editors and shells write before text.
+const ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
 /// The rows of a file, one at a time. Memory does not grow with the file.
 pub(crate) struct TraceSource {
@@ -19,6 +21,8 @@ pub(crate) struct TraceSource {
     /// The number of the row in `line`, counted from 1.
     row: u64,
     line: Vec<u8>,
+    /// Whether the row in `line` was too long, so that its rest comes next.
+    is_partial: bool,
 }
 
 impl TraceSource {
@@ -40,7 +44,7 @@ impl TraceSource {
             .read_to_end(&mut first)
             .map_err(|e| TraceError::whole(Fault::Io(e)))?;
         let reader = compressed::reader(&first.clone(), Cursor::new(first).chain(raw));
-        Ok(Self { reader, row: 0, line: Vec::with_capacity(128) })
+        Ok(Self { reader, row: 0, line: Vec::with_capacity(128), is_partial: false })
     }
 
     /// Returns whether the first byte, before compression, is `byte`.
@@ -54,28 +58,47 @@ impl TraceSource {
         &mut *self.reader
     }
 
-    /// Returns the next row and its number, counted from 1, or `None` at the end.
+    /// Returns the next row and its number, counted from 1, or `None` at the end. A mark of the
+    /// byte order before the first row is no part of it.
+    ///
+    /// After [`Fault::NoText`] and [`Fault::CutRow`], the next call returns the row after it.
     pub(crate) fn next_row(&mut self) -> Result<Option<(u64, &str)>, TraceError> {
         self.line.clear();
         self.row += 1;
         let row = Some(self.row);
-        let read = self.reader.by_ref().take(MAX_ROW).read_until(b'\n', &mut self.line);
-        match read {
-            Ok(0) => return Ok(None),
-            Ok(_) => {}
-            Err(e) => return Err(TraceError { row, fault: reading(e) }),
+        let failed = |e| TraceError { row, fault: reading(e) };
+        if std::mem::take(&mut self.is_partial) {
+            self.reader.skip_until(b'\n').map_err(failed)?;
         }
-        if self.line.pop_if(|byte| *byte == b'\n').is_none() {
-            let fault =
-                if self.line.len() as u64 == MAX_ROW { Fault::NoText } else { Fault::CutRow };
+        let read = self.reader.by_ref().take(MAX_ROW).read_until(b'\n', &mut self.line);
+        let read = read.map_err(failed)? as u64;
+        if read == 0 {
+            return Ok(None);
+        }
+        let is_whole = self.line.pop_if(|byte| *byte == b'\n').is_some();
+        if self.row == 1 && self.line.starts_with(ORDER_MARK) {
+            self.line.drain(..ORDER_MARK.len());
+        }
+        if !is_whole {
+            self.is_partial = read == MAX_ROW;
+            let fault = if self.is_partial { Fault::NoText } else { Fault::CutRow };
             return Err(TraceError { row, fault });
         }
         self.line.pop_if(|byte| *byte == b'\r');
-        match std::str::from_utf8(&self.line) {
-            Ok(line) if !line.contains('\0') => Ok(Some((self.row, line))),
-            _ => Err(TraceError { row, fault: Fault::NoText }),
+        match text(&self.line) {
+            Some(line) => Ok(Some((self.row, line))),
+            None => Err(TraceError { row, fault: Fault::NoText }),
         }
     }
+
+    /// Returns the text of a row that was cut off.
+    pub(crate) fn cut_row(&self) -> &str {
+        text(&self.line).unwrap_or_default()
+    }
+}
+
+fn text(line: &[u8]) -> Option<&str> {
+    std::str::from_utf8(line).ok().filter(|line| !line.contains('\0'))
 }
 
 /// Converts a read error. The decompressor distinguishes truncated and corrupt files by the error
@@ -91,17 +114,4 @@ fn reading(e: io::Error) -> Fault {
         }
         _ => Fault::Io(e),
     }
-}
-
-/// Returns the fields of a row, which must have exactly `N`.
-pub(crate) fn fields<const N: usize>(row: &str) -> Result<[&str; N], Fault> {
-    let mut fields = [""; N];
-    let mut found = 0;
-    for field in row.split(',') {
-        if let Some(place) = fields.get_mut(found) {
-            *place = field;
-        }
-        found += 1;
-    }
-    if found == N { Ok(fields) } else { Err(Fault::Fields { found, expected: N }) }
 }

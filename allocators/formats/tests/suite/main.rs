@@ -10,3 +10,4 @@ mod logs;
 mod recorded;
 mod rmm;
 mod snapshots;
+mod wild;
