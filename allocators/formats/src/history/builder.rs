@@ -219,6 +219,15 @@ impl HistoryBuilder {
         Ok(())
     }
 
+    /// Attaches text to a block that has none.
+    pub(super) fn annotate(&mut self, id: Name, text: u32) {
+        if let Some(&block) = self.names.get(&key(id))
+            && let Some(metadata @ 0) = self.blocks.metadata.get_mut(block as usize)
+        {
+            *metadata = text;
+        }
+    }
+
     /// Adds a mark.
     pub(super) fn mark(&mut self, mark: HistoryMark) -> Result<(), Fault> {
         let place = index(self.marks.len())?;
@@ -298,7 +307,9 @@ impl HistoryBuilder {
         for phase in &mut self.phases {
             (phase.begin, phase.end) = (phase.begin.max(0.0), phase.end.min(end));
         }
-        self.phases.sort_by(|a, b| a.begin.total_cmp(&b.begin).then(a.depth.cmp(&b.depth)));
+        self.phases.sort_by(|a, b| {
+            a.begin.total_cmp(&b.begin).then((a.depth, a.name).cmp(&(b.depth, b.name)))
+        });
         let mut notes = Vec::new();
         if self.free_at_once() {
             notes.push(

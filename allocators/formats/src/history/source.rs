@@ -9,15 +9,21 @@ use crate::{
     pickle::{self, Objects, Value, Word},
     trace::{
         Header, Trace, TraceAction, TraceDevice, TraceError, TraceFormat,
-        error::{Fault, Name, SnapshotError, SnapshotPath},
+        error::{Fault, Name, SnapshotError},
         events::{Columns, RowAction},
         log::{LogAction, LogEvent, LogFacts, LogHeader, LogPhase},
         made,
-        snapshot::{Deed, Early, Playback, PlayedEvent, Snapshot},
+        skips::Skips,
+        snapshot::{Deed, Early, INCOMPLETE, Playback, PlayedEvent, Snapshot, SnapshotParts},
         source::TraceSource,
     },
 };
-use std::{collections::BTreeMap, io::BufRead, path::Path};
+use aquifer_core::event::BlockKind;
+use std::{
+    collections::{BTreeMap, HashMap},
+    io::BufRead,
+    path::Path,
+};
 
 impl MemoryHistory {
     /// Reads and checks the file at `path`, the standard input for `-`, or generates the workload
@@ -306,19 +312,24 @@ fn of_snapshot(
     let invalid = |error| Fault::Snapshot(Box::new(error));
     let (mut objects, root) =
         pickle::read_with_details(reader).map_err(|e| invalid(SnapshotError::Pickle(e)))?;
-    let index = match asked {
-        Some(TraceDevice::Gpu(index)) => Some(index),
-        Some(asked @ TraceDevice::Host(_)) => {
-            return Err(Fault::NoSuchMemory { asked, there: vec![TraceDevice::Gpu(0)] });
-        }
-        None => None,
-    };
     let mut builder = HistoryBuilder::new(StreamNames::Handles);
     (builder.texts, builder.stacks) = objects.take_tables();
-    let snapshot = Snapshot::of(&objects, root, index).map_err(invalid)?;
-    let playback = snapshot.history().map_err(invalid)?;
+    let parts = SnapshotParts::of(&objects, root)?;
+    let snapshot = parts.select(asked)?;
+    let mut playback = snapshot.play();
     let clock = SnapshotClock::of(&snapshot);
-    let early = play(&snapshot, &playback, &clock, &mut builder)?;
+    play(&snapshot, &mut playback, &clock, &mut builder)?;
+    add_phases(&snapshot, root, &clock, &mut playback.skips, &mut builder);
+    let host = match snapshot.device {
+        TraceDevice::Gpu(_) => parts.pinned(),
+        TraceDevice::Host(_) => None,
+    };
+    let pinned = host.map(|host| {
+        let (mut pinned, mut playback) = (HistoryBuilder::new(StreamNames::Handles), host.play());
+        play(&host, &mut playback, &clock, &mut pinned)?;
+        Ok(pinned_bytes(&BTreeMap::from([(host.device, pinned)])))
+    });
+    let pinned = pinned.transpose()?;
     let segments: Vec<_> = snapshot.segment_ranges().collect();
     let tells_segments = !segments.is_empty()
         || snapshot.events.iter().any(|&event| segment_change(&objects, event).is_some());
@@ -341,22 +352,24 @@ fn of_snapshot(
         }
         mapped.iter().collect()
     });
-    let devices = snapshot.traces.iter().zip(0_u32..);
-    let devices =
-        devices.filter(|(trace, _)| objects.list(**trace).is_some_and(|events| !events.is_empty()));
-    let devices: Vec<_> = devices.map(|(_, device)| TraceDevice::Gpu(device)).collect();
-    // At most as many as asked for or found, which fit.
-    let device = TraceDevice::Gpu(snapshot.device as u32);
-    drop((playback, objects));
+    let devices: Vec<_> = parts.devices().into_keys().collect();
+    let device = snapshot.device;
+    let early = if playback.is_still { 0 } else { playback.early().count() };
+    drop((snapshot, parts));
+    drop(objects);
     let facts = InputFacts { mapped_at_start, tells_kinds: false };
-    let mut history = builder.finish(TraceFormat::Snapshot, clock.clock, facts)?;
+    let finished = builder.finish(TraceFormat::Snapshot, clock.clock, facts);
+    let notes = playback.notes();
+    let finished = finished.map_err(|fault| playback.skips.explain(TraceError::whole(fault)).fault);
+    let mut history = finished?;
     if early > 0 {
         history.notes.push(format!(
             "{early} blocks are older than the first event: their origin is not recorded"
         ));
     }
+    history.notes.extend(notes);
     history.notes.extend(note_on_devices(device, &devices));
-    (history.device, history.devices) = (Some(device), devices);
+    (history.device, history.devices, history.pinned) = (Some(device), devices, pinned);
     Ok(history)
 }
 
@@ -393,26 +406,31 @@ impl SnapshotClock {
     }
 }
 
-/// Plays a snapshot into the builder. Returns the number of blocks from before the first event.
+/// Plays a snapshot into the builder.
 fn play(
     snapshot: &Snapshot<'_>,
-    playback: &Playback,
+    playback: &mut Playback,
     clock: &SnapshotClock,
     builder: &mut HistoryBuilder,
-) -> Result<u64, Fault> {
+) -> Result<(), Fault> {
     let objects = snapshot.objects;
     let occupied = |id: u64| playback.occupied.get(&id).copied();
-    let mut early_blocks = 0;
-    for &Early { id, address, bytes, stream, freed, stack } in playback.early() {
+    let kind = matches!(snapshot.device, TraceDevice::Host(_)).then_some(BlockKind::Pinned);
+    for (place, &Early { id, address, bytes, stream, freed, stack }) in
+        (0_u64..).zip(playback.early())
+    {
+        // Without events, the blocks are the steps.
+        let now = if playback.is_still { (place + 1, place as f64) } else { (0, 0.0) };
+        if playback.is_still {
+            builder.at(now.1);
+        }
         let (name, address, occupied) = (Name::Id(id), Some(address), occupied(id));
         let stack = if let Value::Stack(stack) = stack { stack } else { 0 };
-        let origin =
-            Origin { address, kind: None, occupied, tag: 0, thread: 0, stack, metadata: 0 };
-        builder.allocate((0, 0.0), name, bytes, stream, &origin)?;
+        let origin = Origin { address, kind, occupied, tag: 0, thread: 0, stack, metadata: 0 };
+        builder.allocate(now, name, bytes, stream, &origin)?;
         if freed {
-            builder.free((0, 0.0), name, bytes, stream)?;
+            builder.free(now, name, bytes, stream)?;
         }
-        early_blocks += 1;
     }
     let mut played = playback.events.iter().peekable();
     let mut time = 0.0;
@@ -420,65 +438,117 @@ fn play(
         time = clock.time(objects, event, at, time);
         builder.at(time);
         let now = (at as u64 + 1, time);
-        let stack = match objects.get(event, Word::Frames) {
-            Some(Value::Stack(stack)) => stack,
+        let text = match objects.get(event, Word::UserMetadata) {
+            Some(Value::Text(text)) => text,
             _ => 0,
         };
-        if let Some(&PlayedEvent { deed, id, bytes, stream, .. }) =
+        while let Some(&PlayedEvent { deed, id, bytes, stream, .. }) =
             played.next_if(|played| played.at as usize == at)
         {
             let name = Name::Id(id);
             match deed {
                 Deed::Allocate => {
+                    let stack = match objects.get(event, Word::Frames) {
+                        Some(Value::Stack(stack)) => stack,
+                        _ => 0,
+                    };
                     let origin = Origin {
                         address: number(objects, event, Word::Addr),
-                        kind: None,
+                        kind,
                         occupied: occupied(id),
                         tag: category(objects, event, builder),
                         thread: 0,
                         stack,
-                        metadata: 0,
+                        metadata: text,
                     };
                     builder.allocate(now, name, bytes, stream, &origin)?;
                 }
                 Deed::Free => builder.free(now, name, bytes, stream)?,
                 Deed::Complete => builder.complete(time, name, bytes, stream)?,
+                Deed::Annotate => builder.annotate(name, text),
             }
-            continue;
         }
         let kind = match (segment_change(objects, event), objects.get(event, Word::Action)) {
             (Some(true), _) => MarkKind::Grow,
             (Some(false), _) => MarkKind::Release,
             (None, Some(Value::Word(Word::Oom))) => MarkKind::Fail,
-            (None, Some(Value::Word(Word::UserDefined))) => MarkKind::User,
+            (None, Some(Value::Word(Word::UserDefined | Word::Annotate))) => MarkKind::User,
             _ => continue,
         };
-        let needed = |word: Word| {
-            number(objects, event, word).ok_or_else(|| {
-                let place = SnapshotPath::Event(snapshot.device, at);
-                let expected = "a whole number";
-                Fault::Snapshot(Box::new(SnapshotError::Missing {
-                    place,
-                    part: word.text(),
-                    expected,
-                }))
-            })
+        let (address, bytes) =
+            (number(objects, event, Word::Addr), number(objects, event, Word::Size));
+        let (address, bytes) = match (kind, address, bytes) {
+            (MarkKind::User, _, bytes) => (None, bytes.unwrap_or(0)),
+            (MarkKind::Fail, _, Some(bytes)) => (None, bytes),
+            (_, Some(address), Some(bytes)) => (Some(address), bytes),
+            _ => {
+                playback.skips.add(INCOMPLETE);
+                continue;
+            }
         };
-        let is_segment = matches!(kind, MarkKind::Grow | MarkKind::Release);
-        let address = if is_segment { Some(needed(Word::Addr)?) } else { None };
-        let bytes = match kind {
-            MarkKind::User => number(objects, event, Word::Size).unwrap_or(0),
-            _ => needed(Word::Size)?,
-        };
-        let text = match (kind, objects.get(event, Word::UserMetadata)) {
-            (MarkKind::User, Some(Value::Text(text))) => text,
-            _ => 0,
-        };
+        let text = if kind == MarkKind::User { text } else { 0 };
         let device_free = number(objects, event, Word::DeviceFree);
         let row = short(now.0);
         builder.mark(HistoryMark { time, row, kind, bytes, address, device_free, text })?;
     }
-    Ok(early_blocks)
+    Ok(())
+}
+
+/// Adds the phases that the program announced (`record_function`, and the profiler's steps). Each
+/// has an entry where it starts and one where it ends. Phases of several threads are in one list,
+/// so that an end belongs to the last start of its name.
+fn add_phases(
+    snapshot: &Snapshot<'_>,
+    root: Value,
+    clock: &SnapshotClock,
+    skips: &mut Skips,
+    builder: &mut HistoryBuilder,
+) {
+    let objects = snapshot.objects;
+    let list = objects.get(root, Word::ExternalAnnotations).and_then(|list| objects.list(list));
+    let mut open: HashMap<u32, Vec<(f64, u32)>> = HashMap::new();
+    let mut depth = 0;
+    for &entry in list.unwrap_or_default() {
+        let of_other = |device| match snapshot.device {
+            TraceDevice::Gpu(own) => device != i64::from(own),
+            TraceDevice::Host(_) => false,
+        };
+        if let Some(Value::Int(device)) = objects.get(entry, Word::Device)
+            && of_other(device)
+        {
+            continue;
+        }
+        let name = match objects.get(entry, Word::Name) {
+            Some(Value::Text(name)) => Some(name),
+            Some(Value::Word(word)) => Some(builder.texts.intern(word.text())),
+            _ => None,
+        };
+        let time = match (clock.clock, objects.get(entry, Word::TimeUs)) {
+            (HistoryClock::Microseconds, Some(Value::Int(time))) => {
+                Some(time.saturating_sub(clock.first) as f64)
+            }
+            _ => None,
+        };
+        match (name, time, objects.get(entry, Word::Stage)) {
+            (Some(name), Some(begin), Some(Value::Word(Word::Start))) => {
+                open.entry(name).or_default().push((begin, depth));
+                depth += 1;
+            }
+            (Some(name), Some(end), Some(Value::Word(Word::End))) => {
+                // The ring may have lost the start.
+                let start = open.get_mut(&name).and_then(Vec::pop);
+                let (begin, depth_of) = start.unwrap_or((f64::NEG_INFINITY, 0));
+                depth -= u32::from(start.is_some());
+                let end = end.max(begin);
+                builder.phases.push(HistoryPhase { name, begin, end, depth: depth_of });
+            }
+            _ => skips.add("annotations without name, stage or time"),
+        }
+    }
+    for (name, starts) in open {
+        let phase = |(begin, depth)| HistoryPhase { name, begin, end: f64::INFINITY, depth };
+        builder.phases.extend(starts.into_iter().map(phase));
+    }
 }
 
 /// Returns the tag of an event. The viewer's name for none is none here.

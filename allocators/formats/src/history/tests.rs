@@ -1,5 +1,6 @@
 use super::*;
 use crate::trace::{Trace, TraceDevice, TraceFormat};
+use aquifer_core::event::BlockKind;
 use std::{fs, path::Path};
 
 const HEADER: &str = "t_us,op,id,bytes,stream,kind,device,tag,address,thread";
@@ -300,10 +301,12 @@ fn every_snapshot_is_read_as_for_a_replay_and_every_broken_one_is_refused_alike(
                 assert_eq!(report.to_string(), replay.to_string(), "{}", path.display());
                 bad += 1;
             }
+            // A history of pinned memory alone is one.
+            (Ok(of), Err(_)) if of.device == Some(TraceDevice::Host(None)) => {}
             (report, replay) => panic!("{}: {report:?} {replay:?}", path.display()),
         }
     }
-    assert!(good >= 8 && bad >= 12, "{good} {bad}");
+    assert!(good >= 20 && bad >= 6, "{good} {bad}");
 }
 
 #[test]
@@ -326,6 +329,83 @@ fn a_snapshot_has_times_stacks_segments_and_failures() {
     assert_eq!(of.blocks.bytes.last().map(|bytes| bytes % 512), Some(0));
     let ring = MemoryHistory::read(&folder.join("ring.pickle"), None).unwrap();
     assert!(ring.notes.iter().any(|note| note.contains("older than the first event")));
+}
+
+#[test]
+fn a_snapshot_of_2_14_has_phases_texts_of_blocks_and_pinned_memory() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/snapshots");
+    let of = MemoryHistory::read(&folder.join("modern.pickle"), None).unwrap();
+    let phases: Vec<_> = of
+        .phases
+        .iter()
+        .map(|phase| (of.names.get(phase.name), phase.begin, phase.end, phase.depth))
+        .collect();
+    let expected = [
+        ("ProfilerStep#1", 0.0, 5.0, 0),
+        ("forward", 8.0, 20.0, 0),
+        ("attention", 9.0, 15.0, 1),
+        ("backward", 22.0, 40.0, 0),
+    ];
+    assert_eq!(phases, expected);
+    // A block's own text is kept; others have that of their first annotation.
+    let texts: Vec<_> = of.blocks.metadata.iter().map(|text| of.names.get(*text)).collect();
+    assert_eq!(texts, ["weights", "saved for backward"]);
+    let marks = of.marks.iter().filter(|mark| mark.kind == MarkKind::User);
+    let marks: Vec<_> = marks.map(|mark| (mark.time, of.names.get(mark.text))).collect();
+    assert_eq!(marks, [(20.0, "saved for backward"), (25.0, "pinned down")]);
+    // The block of the host's segments was there from the start.
+    let pinned = [(0.0, 4096), (12.0, 12_288), (33.0, 4096)];
+    assert_eq!(of.pinned.as_deref(), Some(&pinned[..]));
+    let host = TraceDevice::Host(None);
+    assert_eq!(of.devices, [TraceDevice::Gpu(0), host]);
+    let said =
+        "passed over: events of unknown actions (1), annotations without name, stage or time (1)";
+    assert!(of.notes.iter().any(|note| note == said), "{:?}", of.notes);
+    for (name, asked) in [("modern.pickle", Some(host)), ("pinned.pickle", None)] {
+        let of = MemoryHistory::read(&folder.join(name), asked).unwrap();
+        assert_eq!((of.device, of.blocks.requested.as_slice()), (Some(host), &[4096, 8192][..]));
+        assert!(of.blocks.kind.iter().all(|kind| *kind == Some(BlockKind::Pinned)));
+    }
+}
+
+#[test]
+fn a_snapshot_without_events_is_a_history_whose_steps_are_its_blocks() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/snapshots");
+    for name in ["live.pickle", "still.pickle"] {
+        let of = MemoryHistory::read(&folder.join(name), None).unwrap();
+        assert_eq!((of.clock, of.end, of.events), (HistoryClock::Events, 2.0, 3), "{name}");
+        assert_eq!(of.blocks.birth, [0.0, 1.0, 2.0], "{name}");
+        assert_eq!((peak(&of), of.devices.as_slice()), (5700, &[TraceDevice::Gpu(0)][..]), "{name}");
+        assert_eq!(of.stacks.get(of.blocks.stack[1]).len(), 2, "{name}");
+        assert!(of.notes.iter().any(|note| note.contains("no events")), "{:?}", of.notes);
+    }
+}
+
+/// An annotation for each start or end, of a few names: phases are within the history and in order,
+/// and each entry is in one or counted.
+#[test]
+fn annotations_in_any_order_become_phases_within_bounds() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/snapshots");
+    let bytes = fs::read(folder.join("modern.pickle")).unwrap();
+    let mut read = 0;
+    for at in 0..bytes.len() {
+        for with in [0, 0x28, 0x4b, 0x53, 0x7f, 0x94, 0xff, bytes[at] ^ 1] {
+            let mut changed = bytes.clone();
+            changed[at] = with;
+            let Ok(of) = MemoryHistory::from_reader(std::io::Cursor::new(changed), None) else {
+                continue;
+            };
+            let within = of
+                .phases
+                .iter()
+                .all(|phase| 0.0 <= phase.begin && phase.begin <= phase.end && phase.end <= of.end);
+            assert!(within, "{at} {with}: {:?}", of.phases);
+            assert!(of.phases.is_sorted_by(|a, b| a.begin <= b.begin), "{at} {with}");
+            assert_eq!(of.blocks.metadata.len(), of.blocks.len());
+            read += 1;
+        }
+    }
+    assert!(read > bytes.len(), "{read}");
 }
 
 #[test]

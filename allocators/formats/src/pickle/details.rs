@@ -93,7 +93,7 @@ const NOTE: u8 = 1 << 7;
 impl EventRecord {
     /// Converts a dictionary with an action. Returns `None` if a field has another type than events
     /// have: it stays as it is, so that the reader of the snapshot can report it.
-    pub(super) fn of(pairs: &[(Word, Value)]) -> Option<Self> {
+    pub(super) fn of(pairs: &[(Word, Value)], details: &mut Details) -> Option<Self> {
         let &(_, Value::Word(action)) = pairs.iter().find(|(key, _)| *key == Word::Action)? else {
             return None;
         };
@@ -135,8 +135,16 @@ impl EventRecord {
                     record.note = number;
                     NOTE
                 }
-                // No text, and text that happens to be a word of the format.
-                (Word::Category | Word::UserMetadata, Value::Other | Value::Word(_)) => 0,
+                // Text that happens to be a word of the format.
+                (Word::Category, Value::Word(word)) => {
+                    record.category = details.text(word.text().as_bytes());
+                    CATEGORY
+                }
+                (Word::UserMetadata, Value::Word(word)) => {
+                    record.note = details.text(word.text().as_bytes());
+                    NOTE
+                }
+                (Word::Category | Word::UserMetadata, Value::Other) => 0,
                 // Python's own frames of other forms are left out.
                 (Word::Frames, Value::Other) => 0,
                 _ => return None,
@@ -176,7 +184,8 @@ mod tests {
             (Word::Size, Value::Int(5)),
             (Word::Frames, Value::Stack(3)),
         ];
-        let record = EventRecord::of(&pairs).unwrap();
+        let mut details = Details::default();
+        let record = EventRecord::of(&pairs, &mut details).unwrap();
         for (key, value) in pairs {
             assert_eq!(record.get(key), Some(value));
         }
@@ -184,6 +193,7 @@ mod tests {
             assert_eq!(record.get(absent), None);
         }
         let bad = [(Word::Action, Value::Word(Word::Alloc)), (Word::Size, Value::Word(Word::Size))];
-        assert!(EventRecord::of(&bad).is_none() && EventRecord::of(&pairs[1..]).is_none());
+        let mut of = |pairs| EventRecord::of(pairs, &mut details);
+        assert!(of(&bad).is_none() && of(&pairs[1..]).is_none());
     }
 }

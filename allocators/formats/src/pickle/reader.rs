@@ -621,7 +621,7 @@ impl Machine<'_> {
         if let (Value::Dict(place), Some(details)) = (value, details)
             && let Some(body) = dicts.get_mut(place as usize)
             && let DictBody::Pairs(pairs) = body
-            && let Some(record) = EventRecord::of(pairs)
+            && let Some(record) = EventRecord::of(pairs, details)
             && let Ok(event) = u32::try_from(details.events.len())
         {
             self.items -= pairs.len();

@@ -51,6 +51,9 @@ words! {
     Oom = "oom",
     UserDefined = "user_defined",
     WorkspaceSnapshot = "workspace_snapshot",
+    Annotate = "annotate",
+    HostSegments = "host_segments",
+    HostTraces = "host_traces",
     ActiveAllocated = "active_allocated",
     ActivePendingFree = "active_pending_free",
     ActiveAwaitingFree = "active_awaiting_free",
@@ -63,6 +66,10 @@ words! {
     Category = "category",
     UserMetadata = "user_metadata",
     DeviceFree = "device_free",
+    ExternalAnnotations = "external_annotations",
+    Stage = "stage",
+    Start = "START",
+    End = "END",
 }
 
 #[cfg(feature = "read")]

@@ -3,8 +3,10 @@
 //!
 //! - `device_traces` is a list of events for each device, oldest first. `alloc`, `free_requested`
 //!   and `free_completed` become `a`, `f` and `c`. Events of segments, `oom`, `snapshot` and
-//!   user-defined events are skipped.
-//! - `segments` has the blocks that are live when the snapshot is taken.
+//!   user-defined events are skipped. `annotate` (2.14) attaches text to a live block.
+//! - `segments` has the blocks that are live when the snapshot is taken. It is all that
+//!   `torch.cuda.memory_snapshot()` returns.
+//! - `host_traces` and `host_segments` (2.14) are the same for pinned memory.
 //!
 //! The events come from a ring, so the first ones may belong to a program that had already been
 //! running. The blocks that existed then are inferred from later events:
@@ -17,25 +19,43 @@
 //!
 //! All of these are allocated before the first event: first the freed ones, then the live ones. An
 //! active block at an address whose last event is its completion was allocated after recording
-//! stopped, and is left out.
+//! stopped, and is left out. A snapshot without events has such blocks alone, in the order of their
+//! addresses.
+//!
+//! A recording may leave out kinds of events (`skip_actions`, 2.10). What is missing is inferred as
+//! late as it can have happened:
+//!
+//! | left out | inferred |
+//! |---|---|
+//! | `free_requested` | with the completion |
+//! | `free_completed` | with the free |
+//! | both | when other blocks are allocated at the same addresses, or at the end if `segments` has no block there |
+//!
+//! What contradicts the events before it, or is unknown, is passed over and counted.
 //!
 //! Addresses are reused, so each allocation gets a new name. Streams are numbered in order of
 //! appearance.
 
 use super::{
-    Fault, MAX_BLOCK, SnapshotFacts, Trace, TraceError, TraceFormat,
+    Fault, MAX_BLOCK, SnapshotFacts, Trace, TraceDevice, TraceError, TraceFormat,
     builder::Builder,
     error::{Name, SnapshotError, SnapshotPath},
+    skips::Skips,
 };
 use crate::pickle::{self, Objects, Value, Word};
 use std::{
-    collections::{BTreeMap, HashMap},
+    borrow::Cow,
+    collections::{BTreeMap, HashMap, HashSet},
     io::BufRead,
     ops::Range,
 };
 
 fn missing(place: SnapshotPath, part: &'static str, expected: &'static str) -> SnapshotError {
     SnapshotError::Missing { place, part, expected }
+}
+
+fn invalid(error: SnapshotError) -> Fault {
+    Fault::Snapshot(Box::new(error))
 }
 
 /// Reads a snapshot. `device` selects a device. The default is the one with the most events.
@@ -47,21 +67,40 @@ pub(super) fn read(reader: &mut dyn BufRead, device: Option<u32>) -> Result<Trac
 }
 
 fn parse(reader: &mut dyn BufRead, device: Option<u32>) -> Result<Trace, Fault> {
-    let (objects, root) =
-        pickle::read(reader).map_err(|e| Fault::Snapshot(Box::new(SnapshotError::Pickle(e))))?;
-    let snapshot =
-        Snapshot::of(&objects, root, device).map_err(|e| Fault::Snapshot(Box::new(e)))?;
-    let history = snapshot.history().map_err(|e| Fault::Snapshot(Box::new(e)))?;
-    history.build(snapshot.device, snapshot.traces.len())
+    let (objects, root) = pickle::read(reader).map_err(|e| invalid(SnapshotError::Pickle(e)))?;
+    let parts = SnapshotParts::of(&objects, root)?;
+    let snapshot = parts.select(device.map(TraceDevice::Gpu))?;
+    let playback = snapshot.play();
+    let pinned = parts.pinned().map_or(0, |host| host.play().allocations());
+    let TraceDevice::Gpu(device) = snapshot.device else {
+        return Err(Fault::OnlyPinned { blocks: pinned });
+    };
+    let mut trace = playback.build(device as usize, parts.gpus)?;
+    if pinned > 0 {
+        let note = format!("{pinned} blocks of pinned host memory in the trace are not replayed");
+        trace.notes.push(note);
+    }
+    Ok(trace)
+}
+
+/// The lists of a snapshot.
+pub(crate) struct SnapshotParts<'a> {
+    objects: &'a Objects,
+    segments: &'a [Value],
+    traces: &'a [Value],
+    host_segments: &'a [Value],
+    host_events: Vec<Value>,
+    /// The number of GPUs.
+    gpus: usize,
 }
 
 /// The part of a snapshot that belongs to one device.
 pub(crate) struct Snapshot<'a> {
     pub(crate) objects: &'a Objects,
-    segments: &'a [Value],
-    pub(crate) traces: &'a [Value],
-    pub(crate) device: usize,
-    pub(crate) events: &'a [Value],
+    /// Segments with their places in the snapshot.
+    segments: Vec<(usize, Value)>,
+    pub(crate) device: TraceDevice,
+    pub(crate) events: Cow<'a, [Value]>,
 }
 
 /// An operation on a block.
@@ -70,24 +109,18 @@ pub(crate) enum Deed {
     Allocate,
     Free,
     Complete,
+    /// Text is attached to it.
+    Annotate,
 }
 
-/// The known state of a block.
+/// A block that is live, or freed with an open use.
 #[derive(Clone, Copy, Debug)]
 struct Life {
     /// A new id per allocation, since addresses are reused.
     id: u64,
     bytes: u64,
-    state: Lived,
-    /// The event that caused this state.
-    since: usize,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Lived {
-    Live,
-    Freed,
-    Done,
+    stream: u64,
+    is_freed: bool,
 }
 
 /// A block that existed before the first event.
@@ -115,59 +148,172 @@ pub(crate) struct PlayedEvent {
 }
 
 /// Everything that is played.
+#[derive(Default)]
 pub(crate) struct Playback {
     early: Vec<Early>,
     pub(crate) events: Vec<PlayedEvent>,
     skipped: u64,
     /// The bytes that blocks occupy, by their names, as far as the snapshot tells.
     pub(crate) occupied: HashMap<u64, u64>,
+    /// Whether the snapshot has no events.
+    pub(crate) is_still: bool,
+    pub(crate) skips: Skips,
+    next: u64,
 }
 
-/// An active block of `segments`.
-struct ActiveBlock {
-    requested: u64,
-    occupied: u64,
-    stream: u64,
-    freed: bool,
-    stack: Value,
+/// The state of a playback.
+#[derive(Default)]
+struct Player {
+    played: Playback,
+    /// The blocks that are not complete, by address. They do not overlap.
+    lives: BTreeMap<u64, Life>,
+    /// Addresses whose last block is complete.
+    done: HashSet<u64>,
 }
 
-impl<'a> Snapshot<'a> {
-    pub(crate) fn of(
-        objects: &'a Objects,
-        root: Value,
-        device: Option<u32>,
-    ) -> Result<Self, SnapshotError> {
-        if !objects.is_dict(root) {
-            return Err(missing(SnapshotPath::Root, "", "dictionary"));
-        }
-        let part = |word: Word| {
-            let list = objects.get(root, word).and_then(|value| objects.list(value));
-            list.ok_or_else(|| missing(SnapshotPath::Root, word.text(), "a list"))
+/// The kind of events and blocks without a field that they need.
+pub(crate) const INCOMPLETE: &str = "events and blocks without their fields";
+
+impl<'a> SnapshotParts<'a> {
+    /// Finds the lists of a snapshot, which may be that of its segments alone.
+    pub(crate) fn of(objects: &'a Objects, root: Value) -> Result<Self, Fault> {
+        let mut parts = Self {
+            objects,
+            segments: &[],
+            traces: &[],
+            host_segments: &[],
+            host_events: Vec::new(),
+            gpus: 0,
         };
-        let (segments, traces) = (part(Word::Segments)?, part(Word::DeviceTraces)?);
-        let events = |device: usize| {
-            let list = traces.get(device).and_then(|value| objects.list(*value));
-            list.ok_or_else(|| missing(SnapshotPath::Trace(device), "", "a list of events"))
-        };
-        let mut most = (0, 0);
-        for device in 0..traces.len() {
-            let count = events(device)?.len();
-            if count > most.1 {
-                most = (device, count);
+        match objects.list(root) {
+            Some(segments) => {
+                let is_segment = |&value: &Value| objects.get(value, Word::Blocks).is_some();
+                if !segments.iter().all(is_segment) {
+                    return Err(invalid(missing(SnapshotPath::Root, "", "dictionary")));
+                }
+                parts.segments = segments;
             }
+            None if objects.is_dict(root) => {
+                let mut is_any = false;
+                let mut part = |word: Word| match objects.get(root, word) {
+                    None | Some(Value::Other) => Ok(&[][..]),
+                    Some(value) => {
+                        is_any = true;
+                        objects.list(value).ok_or_else(|| {
+                            invalid(missing(SnapshotPath::Root, word.text(), "a list"))
+                        })
+                    }
+                };
+                parts.segments = part(Word::Segments)?;
+                parts.traces = part(Word::DeviceTraces)?;
+                parts.host_segments = part(Word::HostSegments)?;
+                // One list of events, or one for each part of the allocator.
+                for &value in part(Word::HostTraces)? {
+                    match objects.list(value) {
+                        Some(events) => parts.host_events.extend_from_slice(events),
+                        None => parts.host_events.push(value),
+                    }
+                }
+                if !is_any {
+                    let part = Word::Segments.text();
+                    return Err(invalid(missing(SnapshotPath::Root, part, "a list")));
+                }
+            }
+            None => return Err(invalid(missing(SnapshotPath::Root, "", "dictionary"))),
         }
-        let device = match device {
-            Some(asked) if (asked as usize) < traces.len() => asked as usize,
-            Some(asked) => return Err(SnapshotError::NoDevice { asked, count: traces.len() }),
-            None => most.0,
-        };
-        if most.1 == 0 {
-            return Err(SnapshotError::NoTrace);
-        }
-        Ok(Self { objects, segments, traces, device, events: events(device)? })
+        let last = parts.segments.iter().filter_map(|&segment| parts.device_of(segment)).max();
+        let named = last.map_or(0, |last| (last as usize).saturating_add(1));
+        let unnamed = usize::from(!parts.segments.is_empty());
+        parts.gpus = parts.traces.len().max(named).max(unnamed);
+        Ok(parts)
     }
 
+    /// Returns the device of a segment, if it names one.
+    fn device_of(&self, segment: Value) -> Option<u32> {
+        match self.objects.get(segment, Word::Device) {
+            Some(Value::Int(device)) => u32::try_from(device).ok(),
+            _ => None,
+        }
+    }
+
+    fn events(&self, device: u32) -> &'a [Value] {
+        let list = self.traces.get(device as usize).and_then(|value| self.objects.list(*value));
+        list.unwrap_or_default()
+    }
+
+    /// Returns the devices that have events or segments, and how many of each.
+    pub(crate) fn devices(&self) -> BTreeMap<TraceDevice, (usize, usize)> {
+        let mut devices: BTreeMap<TraceDevice, (usize, usize)> = BTreeMap::new();
+        for (device, _) in (0..).zip(self.traces) {
+            let events = self.events(device).len();
+            if events > 0 {
+                devices.entry(TraceDevice::Gpu(device)).or_default().0 = events;
+            }
+        }
+        for &segment in self.segments {
+            let device =
+                self.device_of(segment).or(if devices.is_empty() { Some(0) } else { None });
+            if let Some(device) = device {
+                devices.entry(TraceDevice::Gpu(device)).or_default().1 += 1;
+            }
+        }
+        if !self.host_events.is_empty() || !self.host_segments.is_empty() {
+            let host = (self.host_events.len(), self.host_segments.len());
+            devices.insert(TraceDevice::Host(None), host);
+        }
+        devices
+    }
+
+    /// Selects a device. The default is the one with the most events, or without any, with the most
+    /// segments. It is pinned memory only if there is nothing else.
+    pub(crate) fn select(&self, asked: Option<TraceDevice>) -> Result<Snapshot<'a>, Fault> {
+        let devices = self.devices();
+        let there = || devices.keys().copied().collect();
+        let device = match asked {
+            Some(TraceDevice::Gpu(asked)) if asked as usize >= self.gpus => {
+                return Err(invalid(SnapshotError::NoDevice { asked, count: self.gpus }));
+            }
+            Some(asked @ TraceDevice::Host(_)) if !devices.contains_key(&asked) => {
+                return Err(Fault::NoSuchMemory { asked, there: there() });
+            }
+            Some(asked) => asked,
+            None => {
+                let rank = |(device, counts): &(&TraceDevice, &(usize, usize))| {
+                    let is_gpu = matches!(device, TraceDevice::Gpu(_));
+                    (is_gpu, **counts, std::cmp::Reverse(**device))
+                };
+                let most = devices.iter().max_by_key(rank);
+                *most.ok_or_else(|| invalid(SnapshotError::NoTrace))?.0
+            }
+        };
+        Ok(self.of_device(device))
+    }
+
+    /// Returns the pinned memory, if there is any.
+    pub(crate) fn pinned(&self) -> Option<Snapshot<'a>> {
+        let host = TraceDevice::Host(None);
+        self.devices().contains_key(&host).then(|| self.of_device(host))
+    }
+
+    fn of_device(&self, device: TraceDevice) -> Snapshot<'a> {
+        let (segments, events) = match device {
+            TraceDevice::Gpu(device) => {
+                // Snapshots of a single device do not name it.
+                let own = |&segment: &Value| self.device_of(segment).is_none_or(|of| of == device);
+                let segments = self.segments.iter().copied().enumerate();
+                let segments = segments.filter(|(_, segment)| own(segment)).collect();
+                (segments, Cow::Borrowed(self.events(device)))
+            }
+            TraceDevice::Host(_) => {
+                let segments = self.host_segments.iter().copied().enumerate().collect();
+                (segments, Cow::Owned(self.host_events.clone()))
+            }
+        };
+        Snapshot { objects: self.objects, segments, device, events }
+    }
+}
+
+impl Snapshot<'_> {
     /// Returns a whole number from a dictionary.
     fn number(&self, value: Value, word: Word, place: SnapshotPath) -> Result<u64, SnapshotError> {
         match self.objects.get(value, word) {
@@ -185,101 +331,81 @@ impl<'a> Snapshot<'a> {
         }
     }
 
-    pub(crate) fn history(&self) -> Result<Playback, SnapshotError> {
-        let mut lives: HashMap<u64, Life> = HashMap::new();
-        let (early, events) = (Vec::new(), Vec::new());
-        let mut history = Playback { early, events, skipped: 0, occupied: HashMap::new() };
-        let mut next = 0;
-        let mut mint = || {
-            next += 1;
-            next
-        };
-        for (at, &event) in self.events.iter().enumerate() {
-            let place = SnapshotPath::Event(self.device, at);
-            let action = match self.objects.get(event, Word::Action) {
-                Some(Value::Word(action)) => action,
-                _ => return Err(missing(place, "action", "one that is known")),
-            };
-            let deed = match action {
-                Word::Alloc => Deed::Allocate,
-                Word::FreeRequested => Deed::Free,
-                Word::FreeCompleted => Deed::Complete,
-                Word::Oom => {
-                    history.skipped += 1;
-                    continue;
-                }
-                Word::SegmentAlloc
-                | Word::SegmentFree
-                | Word::SegmentMap
-                | Word::SegmentUnmap
-                | Word::Snapshot
-                | Word::UserDefined
-                | Word::WorkspaceSnapshot => continue,
-                _ => return Err(missing(place, "action", "one that is known")),
-            };
-            let address = self.number(event, Word::Addr, place)?;
-            let bytes = self.bytes(event, Word::Size, place)?;
-            let stream = self.number(event, Word::Stream, place)?;
-            let order =
-                |done, was, since| SnapshotError::Order { place, address, done, was, since };
-            let known = lives.get(&address).copied().filter(|life| life.state != Lived::Done);
-            if let (Some(life), true) = (known, deed != Deed::Allocate)
-                && life.bytes != bytes
-            {
-                return Err(SnapshotError::Size { place, address, bytes: (life.bytes, bytes) });
-            }
-            let (id, state) = match (deed, known.map(|life| (life, life.state))) {
-                (Deed::Allocate, None) => (mint(), Lived::Live),
-                (Deed::Allocate, Some((life, Lived::Live))) => {
-                    return Err(order("allocated", "live", life.since));
-                }
-                (Deed::Allocate, Some((life, _))) => {
-                    return Err(order("allocated", "waiting for its last use", life.since));
-                }
-                (Deed::Free, Some((life, Lived::Live))) => (life.id, Lived::Freed),
-                (Deed::Free, Some((life, _))) => return Err(order("freed", "freed", life.since)),
-                (Deed::Complete, Some((life, Lived::Freed))) => (life.id, Lived::Done),
-                (Deed::Complete, Some((life, _))) => {
-                    return Err(order("completed", "live", life.since));
-                }
-                (Deed::Free | Deed::Complete, None) => {
-                    // The trace contains the block's allocation, so this is a second free and no
-                    // block from before the trace.
-                    if let Some(done) = lives.get(&address) {
-                        let what = if deed == Deed::Free { "freed" } else { "completed" };
-                        return Err(order(what, "done", done.since));
-                    }
-                    let id = mint();
-                    let freed = deed == Deed::Complete;
-                    let stack = Value::Other;
-                    history.early.push(Early { id, address, bytes, stream, freed, stack });
-                    (id, if freed { Lived::Done } else { Lived::Freed })
-                }
-            };
-            lives.insert(address, Life { id, bytes, state, since: at });
-            // As many events as objects, which are fewer.
-            history.events.push(PlayedEvent { deed, id, bytes, stream, at: at as u32 });
-        }
-        for (address, block) in self.active(&lives, &mut history.occupied)? {
-            let ActiveBlock { requested: bytes, occupied, stream, freed, stack } = block;
-            let id = mint();
-            history.occupied.insert(id, occupied);
-            history.early.push(Early { id, address, bytes, stream, freed, stack });
-        }
-        Ok(history)
+    /// Returns a whole number, or 0 if there is none.
+    fn number_or_zero(&self, value: Value, word: Word) -> u64 {
+        self.number(value, word, SnapshotPath::Root).unwrap_or(0)
     }
 
-    /// Returns the ranges of the device's segments, as far as they name them.
-    pub(crate) fn segment_ranges(&self) -> impl Iterator<Item = Range<u64>> {
-        let own = |&&segment: &&Value| match self.objects.get(segment, Word::Device) {
-            Some(Value::Int(device)) => device == self.device as i64,
-            _ => true,
+    /// Plays all events, and finds the blocks that existed before them.
+    pub(crate) fn play(&self) -> Playback {
+        let mut player = Player::default();
+        let has = |word| {
+            let is =
+                |&event: &Value| self.objects.get(event, Word::Action) == Some(Value::Word(word));
+            self.events.iter().any(is)
         };
+        let (has_requests, has_completions) = (has(Word::FreeRequested), has(Word::FreeCompleted));
+        for (at, &event) in self.events.iter().enumerate() {
+            let place = SnapshotPath::Event(self.device, at);
+            let deed = match self.objects.get(event, Word::Action) {
+                Some(Value::Word(Word::Alloc)) => Deed::Allocate,
+                Some(Value::Word(Word::FreeRequested)) => Deed::Free,
+                Some(Value::Word(Word::FreeCompleted)) => Deed::Complete,
+                Some(Value::Word(Word::Annotate)) => Deed::Annotate,
+                Some(Value::Word(Word::Oom)) => {
+                    player.played.skipped += 1;
+                    continue;
+                }
+                Some(Value::Word(
+                    Word::SegmentAlloc
+                    | Word::SegmentFree
+                    | Word::SegmentMap
+                    | Word::SegmentUnmap
+                    | Word::Snapshot
+                    | Word::UserDefined
+                    | Word::WorkspaceSnapshot,
+                )) => continue,
+                _ => {
+                    let fault = invalid(missing(place, "action", "one that is known"));
+                    player.played.skips.add_error("events of unknown actions", None, fault);
+                    continue;
+                }
+            };
+            // As many events as objects, which are fewer.
+            let now = at as u32;
+            let address = match self.number(event, Word::Addr, place) {
+                Ok(address) => address,
+                Err(error) => {
+                    player.played.skips.add_error(INCOMPLETE, None, invalid(error));
+                    continue;
+                }
+            };
+            let bytes = self.bytes(event, Word::Size, place);
+            let stream = self.number_or_zero(event, Word::Stream);
+            match (deed, bytes) {
+                (Deed::Annotate, _) => player.annotate(now, address),
+                (_, Err(error)) => player.played.skips.add_error(INCOMPLETE, None, invalid(error)),
+                (Deed::Allocate, Ok(bytes)) => player.allocate(now, address, bytes, stream),
+                (Deed::Free, Ok(bytes)) => {
+                    player.free(now, address, bytes, stream, !has_completions);
+                }
+                (Deed::Complete, Ok(bytes)) => {
+                    player.complete(now, address, bytes, stream, has_requests);
+                }
+            }
+        }
+        self.add_active(&mut player, !has_requests && !has_completions);
+        player.played.is_still = self.events.is_empty();
+        player.played
+    }
+
+    /// Returns the ranges of the segments, as far as they name them.
+    pub(crate) fn segment_ranges(&self) -> impl Iterator<Item = Range<u64>> {
         let number = |value, word| match self.objects.get(value, word) {
             Some(Value::Int(number)) => Some(number as u64),
             _ => None,
         };
-        self.segments.iter().filter(own).filter_map(move |&segment| {
+        self.segments.iter().filter_map(move |&(_, segment)| {
             let start = number(segment, Word::Address)?;
             let blocks =
                 self.objects.get(segment, Word::Blocks).and_then(|list| self.objects.list(list))?;
@@ -290,78 +416,188 @@ impl<'a> Snapshot<'a> {
         })
     }
 
-    /// Returns the active blocks of the device without events, by address. Adds the bytes that the
-    /// others occupy to `occupied`.
-    fn active(
-        &self,
-        lives: &HashMap<u64, Life>,
-        occupied: &mut HashMap<u64, u64>,
-    ) -> Result<BTreeMap<u64, ActiveBlock>, SnapshotError> {
-        let mut untold = BTreeMap::new();
-        for (at, &segment) in self.segments.iter().enumerate() {
-            let place = SnapshotPath::Segment(at);
-            // Snapshots of a single device do not name it.
-            let device = match self.objects.get(segment, Word::Device) {
-                Some(_) => self.number(segment, Word::Device, place)?,
-                None => self.device as u64,
-            };
-            if device != self.device as u64 {
-                continue;
-            }
+    /// Adds the active blocks of the segments that have no events, and what the others occupy.
+    /// Without any frees in the events, ends the blocks that are not active any more.
+    fn add_active(&self, player: &mut Player, has_no_frees: bool) {
+        let mut untold: BTreeMap<u64, Early> = BTreeMap::new();
+        let mut occupied: HashMap<u64, u64> = HashMap::new();
+        let last = self.events.len().saturating_sub(1) as u32;
+        for &(at, segment) in &self.segments {
             let blocks =
                 self.objects.get(segment, Word::Blocks).and_then(|value| self.objects.list(value));
-            let blocks = blocks.ok_or_else(|| missing(place, "blocks", "a list"))?;
-            let stream = self.number(segment, Word::Stream, place)?;
+            let Some(blocks) = blocks else {
+                let error = missing(SnapshotPath::Segment(at), "blocks", "a list");
+                player.played.skips.add_error(INCOMPLETE, None, invalid(error));
+                continue;
+            };
+            let stream = self.number_or_zero(segment, Word::Stream);
             // Older snapshots have no block addresses; they follow from the sizes.
-            let mut next = self.number(segment, Word::Address, place)?;
+            let mut next = self.number(segment, Word::Address, SnapshotPath::Segment(at)).ok();
             for (which, &block) in blocks.iter().enumerate() {
                 let place = SnapshotPath::Block(at, which);
-                let bytes = self.bytes(block, Word::Size, place)?;
-                let address = match self.objects.get(block, Word::Address) {
-                    Some(_) => self.number(block, Word::Address, place)?,
-                    None => next,
+                let parsed = self.bytes(block, Word::Size, place).and_then(|bytes| {
+                    let own = self.number(block, Word::Address, place);
+                    Ok((own.or_else(|error| next.ok_or(error))?, bytes))
+                });
+                let (address, bytes) = match parsed {
+                    Ok(parsed) => parsed,
+                    Err(error) => {
+                        next = None;
+                        player.played.skips.add_error(INCOMPLETE, None, invalid(error));
+                        continue;
+                    }
                 };
-                next = address.wrapping_add(bytes);
+                next = Some(address.wrapping_add(bytes));
                 let freed = match self.objects.get(block, Word::State) {
                     Some(Value::Word(Word::ActiveAllocated)) => false,
                     Some(Value::Word(Word::ActivePendingFree | Word::ActiveAwaitingFree)) => true,
-                    Some(Value::Word(Word::Inactive)) => continue,
-                    _ => return Err(missing(place, "state", "one that is known")),
+                    Some(Value::Word(Word::Inactive)) => {
+                        if has_no_frees {
+                            player.end_overlapping(last, address, bytes);
+                        }
+                        continue;
+                    }
+                    _ => {
+                        let fault = invalid(missing(place, "state", "one that is known"));
+                        player.played.skips.add_error("blocks in unknown states", None, fault);
+                        continue;
+                    }
                 };
-                if let Some(life) = lives.get(&address) {
-                    if life.state != Lived::Done && bytes >= life.bytes {
-                        occupied.insert(life.id, bytes);
+                if let Some(life) = player.lives.get(&address) {
+                    if bytes >= life.bytes {
+                        player.played.occupied.insert(life.id, bytes);
                     }
                     continue;
                 }
-                let asked = match self.objects.get(block, Word::RequestedSize) {
-                    Some(_) => self.bytes(block, Word::RequestedSize, place)?,
-                    None => bytes,
-                };
+                if player.done.contains(&address) {
+                    continue;
+                }
+                let requested = self.bytes(block, Word::RequestedSize, place).unwrap_or(bytes);
                 // A segment of this library has blocks of several streams, so each block names its
                 // own.
-                let stream = match self.objects.get(block, Word::Stream) {
-                    Some(_) => self.number(block, Word::Stream, place)?,
-                    None => stream,
-                };
+                let own = self.number(block, Word::Stream, place);
+                let (id, stream) = (player.played.mint(), own.unwrap_or(stream));
                 let stack = self.objects.get(block, Word::Frames).unwrap_or(Value::Other);
-                let (requested, occupied) = (asked, bytes.max(asked));
-                let block = ActiveBlock { requested, occupied, stream, freed, stack };
-                if untold.insert(address, block).is_some() {
-                    return Err(missing(place, "address", "that of one block"));
+                let early = Early { id, address, bytes: requested, stream, freed, stack };
+                if untold.insert(address, early).is_some() {
+                    player.played.skips.add("blocks at the address of another");
                 }
+                occupied.insert(id, bytes.max(requested));
             }
         }
-        Ok(untold)
+        for early in untold.into_values() {
+            player.played.occupied.insert(early.id, occupied[&early.id]);
+            player.played.early.push(early);
+        }
+    }
+}
+
+impl Player {
+    fn push(&mut self, at: u32, deed: Deed, life: &Life) {
+        let &Life { id, bytes, stream, .. } = life;
+        self.played.events.push(PlayedEvent { deed, id, bytes, stream, at });
+    }
+
+    fn allocate(&mut self, at: u32, address: u64, bytes: u64, stream: u64) {
+        self.end_overlapping(at, address, bytes);
+        let life = Life { id: self.played.mint(), bytes, stream, is_freed: false };
+        self.done.remove(&address);
+        self.lives.insert(address, life);
+        self.push(at, Deed::Allocate, &life);
+    }
+
+    /// Ends the blocks in a range, whose frees were not recorded.
+    fn end_overlapping(&mut self, at: u32, address: u64, bytes: u64) {
+        let end = address.saturating_add(bytes);
+        while let Some((&start, &life)) = self.lives.range(..end).next_back()
+            && start.saturating_add(life.bytes) > address
+        {
+            self.played.skips.add("frees that are missing");
+            if !life.is_freed {
+                self.push(at, Deed::Free, &life);
+            }
+            self.push(at, Deed::Complete, &life);
+            self.lives.remove(&start);
+            self.done.insert(start);
+        }
+    }
+
+    /// Returns a block that is freed or completed. It may be older than the first event.
+    fn ended(&mut self, address: u64, bytes: u64, stream: u64, was_freed: bool) -> Option<Life> {
+        if let Some(&life) = self.lives.get(&address) {
+            if life.bytes != bytes {
+                self.played.skips.add("sizes of frees that differ from the allocation's");
+            }
+            return Some(Life { stream, ..life });
+        }
+        // The trace contains the block's allocation, so this is a second free and no block from
+        // before the trace.
+        if self.done.contains(&address) {
+            self.played.skips.add("frees of freed blocks");
+            return None;
+        }
+        let id = self.played.mint();
+        let stack = Value::Other;
+        self.played.early.push(Early { id, address, bytes, stream, freed: was_freed, stack });
+        Some(Life { id, bytes, stream, is_freed: was_freed })
+    }
+
+    fn free(&mut self, at: u32, address: u64, bytes: u64, stream: u64, completes: bool) {
+        let Some(life) = self.ended(address, bytes, stream, false) else { return };
+        if life.is_freed {
+            self.played.skips.add("frees of freed blocks");
+            return;
+        }
+        self.push(at, Deed::Free, &life);
+        self.lives.insert(address, Life { is_freed: true, ..life });
+        if completes {
+            self.complete(at, address, life.bytes, stream, true);
+        }
+    }
+
+    fn complete(&mut self, at: u32, address: u64, bytes: u64, stream: u64, has_requests: bool) {
+        let Some(life) = self.ended(address, bytes, stream, has_requests) else { return };
+        if !life.is_freed {
+            self.played.skips.add("requests of frees that are missing");
+            self.push(at, Deed::Free, &life);
+        }
+        self.push(at, Deed::Complete, &life);
+        self.lives.remove(&address);
+        self.done.insert(address);
+    }
+
+    fn annotate(&mut self, at: u32, address: u64) {
+        if let Some((&start, &life)) = self.lives.range(..=address).next_back()
+            && address - start < life.bytes
+        {
+            self.push(at, Deed::Annotate, &life);
+        }
     }
 }
 
 impl Playback {
+    fn mint(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
     /// Returns the blocks that existed before the first event, in the order in which they are
     /// allocated: freed blocks first, so that live bytes never exceed their real peak.
     pub(crate) fn early(&self) -> impl Iterator<Item = &Early> {
         let of = |freed| self.early.iter().filter(move |early| early.freed == freed);
         of(true).chain(of(false))
+    }
+
+    /// Returns the number of blocks.
+    fn allocations(&self) -> u64 {
+        let is_allocation = |event: &&PlayedEvent| event.deed == Deed::Allocate;
+        (self.early.len() + self.events.iter().filter(is_allocation).count()) as u64
+    }
+
+    /// Returns what is said about it.
+    pub(crate) fn notes(&self) -> Vec<String> {
+        let still = "the snapshot has no events: its blocks are shown as allocations, by address";
+        self.is_still.then(|| still.to_owned()).into_iter().chain(self.skips.note()).collect()
     }
 
     fn build(self, device: usize, devices: usize) -> Result<Trace, Fault> {
@@ -372,20 +608,26 @@ impl Playback {
                 builder.free(0, Name::Id(id), bytes, stream)?;
             }
         }
-        for (row, PlayedEvent { deed, id, bytes, stream, .. }) in (1..).zip(self.events) {
+        for &PlayedEvent { deed, id, bytes, stream, at } in &self.events {
+            let row = u64::from(at) + 1;
             match deed {
                 Deed::Allocate => builder.allocate(row, Name::Id(id), bytes, stream)?,
                 Deed::Free => builder.free(row, Name::Id(id), bytes, stream)?,
                 Deed::Complete => builder.complete(row, Name::Id(id), bytes, stream)?,
+                Deed::Annotate => {}
             }
         }
         (0..self.skipped).for_each(|_| builder.skip());
-        let mut trace = builder.finish(TraceFormat::Snapshot)?;
+        let (notes, is_still) = (self.notes(), self.is_still);
+        let finished = builder.finish(TraceFormat::Snapshot).map_err(TraceError::whole);
+        let mut trace = finished.map_err(|error| self.skips.explain(error).fault)?;
+        trace.notes.extend(notes);
+        let early = if is_still { &[] } else { self.early.as_slice() };
         trace.snapshot = Some(SnapshotFacts {
             device,
             devices,
-            blocks_at_start: self.early.len() as u64,
-            bytes_at_start: self.early.iter().fold(0, |sum, early| sum.saturating_add(early.bytes)),
+            blocks_at_start: early.len() as u64,
+            bytes_at_start: early.iter().fold(0, |sum, early| sum.saturating_add(early.bytes)),
         });
         Ok(trace)
     }

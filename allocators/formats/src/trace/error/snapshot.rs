@@ -1,6 +1,6 @@
 //! The errors of a snapshot.
 
-use crate::pickle::PickleError;
+use crate::{pickle::PickleError, trace::model::TraceDevice};
 use std::{error, fmt};
 
 /// Why a pickle is not a valid snapshot.
@@ -17,7 +17,7 @@ pub(crate) enum SnapshotError {
         /// The expected type.
         expected: &'static str,
     },
-    /// No device has an event.
+    /// No device has an event or a segment.
     NoTrace,
     /// The selected device does not exist.
     NoDevice {
@@ -26,28 +26,6 @@ pub(crate) enum SnapshotError {
         /// The number of devices.
         count: usize,
     },
-    /// An event that contradicts earlier ones.
-    Order {
-        /// The place.
-        place: SnapshotPath,
-        /// The block's address.
-        address: u64,
-        /// The operation.
-        done: &'static str,
-        /// The state of the block.
-        was: &'static str,
-        /// The event that caused this state.
-        since: usize,
-    },
-    /// A size that differs from an earlier one.
-    Size {
-        /// The place.
-        place: SnapshotPath,
-        /// The block's address.
-        address: u64,
-        /// The earlier size, and the size in this event.
-        bytes: (u64, u64),
-    },
 }
 
 /// A place in a snapshot.
@@ -55,10 +33,8 @@ pub(crate) enum SnapshotError {
 pub(crate) enum SnapshotPath {
     /// The whole snapshot.
     Root,
-    /// A device's trace.
-    Trace(usize),
     /// An event of a device's trace.
-    Event(usize, usize),
+    Event(TraceDevice, usize),
     /// A segment.
     Segment(usize),
     /// A block of a segment.
@@ -69,8 +45,10 @@ impl fmt::Display for SnapshotPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Root => f.write_str("the snapshot"),
-            Self::Trace(device) => write!(f, "device_traces[{device}]"),
-            Self::Event(device, event) => write!(f, "device_traces[{device}][{event}]"),
+            Self::Event(TraceDevice::Gpu(device), event) => {
+                write!(f, "device_traces[{device}][{event}]")
+            }
+            Self::Event(TraceDevice::Host(_), event) => write!(f, "host_traces[{event}]"),
             Self::Segment(segment) => write!(f, "segments[{segment}]"),
             Self::Block(segment, block) => write!(f, "segments[{segment}].blocks[{block}]"),
         }
@@ -94,12 +72,6 @@ impl fmt::Display for SnapshotError {
             ),
             Self::NoDevice { asked, count } => {
                 write!(f, "no device of index {asked}: the snapshot has {count}, counted from 0")
-            }
-            Self::Order { place, address, done, was, since } => {
-                write!(f, "{place}: the block at {address:#x} is {done}, but was {was} by event {since}")
-            }
-            Self::Size { place, address, bytes: (before, now) } => {
-                write!(f, "{place}: the block at {address:#x} has {now} bytes here and {before} before")
             }
         }
     }

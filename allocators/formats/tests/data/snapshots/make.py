@@ -149,6 +149,61 @@ for part in old["segments"]:
 del old["external_annotations"], old["allocator_settings"]
 write("old.pickle", old)
 
+# What torch.cuda.memory_snapshot() returns, and a snapshot whose events were not recorded or not asked for.
+live = [segment(1, [(700, "active_allocated"), (512, "inactive"), (90, "active_pending_free")]), segment(0, [(5000, "active_allocated")])]
+write("live.pickle", live)
+write("still.pickle", snapshot(live, []))
+
+
+# As PyTorch 2.14 writes it: phases, text of blocks, annotations after the fact, pinned memory, a field and an action of the
+# future. The profiler's step begins before the ring, and the last phase has not ended.
+def phase(name, stage, slot, device=0):
+    return {"name": name, "stage": stage, "device": device, "time_us": 1_700_000_000_000_000 + slot}
+
+
+def at(slot, event, **more):
+    return {**event, "time_us": 1_700_000_000_000_000 + slot, **more}
+
+
+modern = snapshot(
+    [segment(1, [(2000, "active_allocated")])],
+    [
+        at(0, a(0, 1000), user_metadata="weights"),
+        at(10, a(1, 2000)),
+        at(20, event("annotate", 1, 0), user_metadata="saved for backward"),
+        at(25, event("annotate", 0, 1000), user_metadata="pinned down"),
+        at(30, event("teleport", 0, 1000)),
+        at(40, f(0, 1000)),
+        at(40, c(0, 1000)),
+    ],
+)
+modern["external_annotations"] = [
+    phase("ProfilerStep#1", "END", 5),
+    phase("forward", "START", 8),
+    phase("attention", "START", 9),
+    phase("elsewhere", "START", 9, 1),
+    phase("attention", "END", 15),
+    phase("forward", "END", 20),
+    phase("backward", "START", 22),
+    {"name": "no stage", "device": 0, "time_us": 1_700_000_000_000_030},
+]
+modern["host_segments"] = [segment(9, [(4096, "active_allocated"), (512, "inactive")])]
+modern["host_traces"] = [at(12, a(8, 8192)), at(33, f(8, 8192)), at(34, c(8, 8192))]
+modern["fields of the future"] = {"a": [1, 2]}
+write("modern.pickle", modern)
+write("pinned.pickle", {key: modern[key] for key in ("host_segments", "host_traces")} | {"segments": [], "device_traces": []})
+
+# skip_actions of _record_memory_history(): the same program without some kinds of events.
+told = [a(0, 1000), a(1, 2000), f(0, 1000), c(0, 1000), a(0, 600), f(1, 2000), c(1, 2000), a(1, 2500), f(0, 600), c(0, 600)]
+for name, skipped in [
+    ("requests", ["free_requested"]),
+    ("completions", ["free_completed"]),
+    ("frees", ["free_requested", "free_completed"]),
+    ("allocations", ["alloc"]),
+]:
+    kept = [e for e in told if e["action"] not in skipped]
+    write(f"skipped.{name}.pickle", snapshot([segment(0, [(600, "inactive")]), segment(1, [(2500, "active_allocated")])], kept))
+
 
 # What makes no sense.
 class Harm:
