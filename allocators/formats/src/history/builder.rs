@@ -311,7 +311,9 @@ impl HistoryBuilder {
             a.begin.total_cmp(&b.begin).then((a.depth, a.name).cmp(&(b.depth, b.name)))
         });
         let mut notes = Vec::new();
-        if self.free_at_once() {
+        // The recorder of this library, which names kinds, and PyTorch's write completions: what has
+        // none is still in use.
+        if format == TraceFormat::Events && !facts.tells_kinds && self.free_at_once() {
             notes.push(
                 "the input has no completions: freed bytes count as reusable at once".to_owned(),
             );

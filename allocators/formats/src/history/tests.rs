@@ -240,6 +240,15 @@ fn blocks_without_addresses_are_placed_at_the_lowest_offset_with_room() {
 }
 
 #[test]
+fn a_recorded_free_without_a_completion_is_pending_even_if_there_is_no_completion_at_all() {
+    let of =
+        history("0,a,1,9,0,cached,0,,,1\n4,f,1,9,0,cached,0,,,1\n5,a,2,9,0,cached,0,,,1\n", None);
+    assert_eq!((of.blocks.freed[0], of.blocks.end[0]), (4.0, f64::INFINITY));
+    assert_eq!((of.steps[1].action(), of.address_height), (HistoryAction::Free, 18));
+    assert!(of.notes.iter().all(|note| !note.contains("completions")), "{:?}", of.notes);
+}
+
+#[test]
 fn frees_without_any_completion_count_as_complete() {
     let of = read("t_us,op,id,bytes,stream\n0,a,1,9,0\n4,f,1,9,0\n5,a,2,9,0\n", None).unwrap();
     assert_eq!((of.blocks.end[0], of.address_height), (4.0, 9));
