@@ -298,7 +298,7 @@ export function compared(a, b) {
 }
 
 export function madeHeader(...runs) {
-  const header = { version: 1, product: "aquifer made", runs };
-  if (runs.length === 2) header.comparison = compared(...runs);
-  return header;
+  const pairs = Array.from({ length: runs.length >> 1 }, (_, i) => runs.slice(i * 2, i * 2 + 2));
+  const comparisons = pairs.map(([a, b]) => ({ device: a.device, ...compared(a, b) }));
+  return { version: 2, product: "aquifer made", runs, comparisons };
 }

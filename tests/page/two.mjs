@@ -40,7 +40,7 @@ export async function checkTwoRuns(checks, browser) {
   await close(opened, checks, "two runs");
 }
 
-export async function checkComparison(checks, page, { comparison }) {
+export async function checkComparison(checks, page, { comparisons: [comparison] }) {
   const words = await dataOf(page, "#comparison-words");
   checks.equal(Number(words.difference), comparison.difference, "the difference of the peaks");
   for (const by of await page.$$eval("#comparison-by option", (all) => all.map((each) => each.value))) {

@@ -17,6 +17,13 @@ pub type NameTable = InternTable<str>;
 /// Call stacks: the numbers of their frames' names, the innermost first.
 pub type StackTable = InternTable<[u32]>;
 
+// Derived, it would demand the same of `T`.
+impl<T: ?Sized + Eq + Hash> Clone for InternTable<T> {
+    fn clone(&self) -> Self {
+        Self { numbers: self.numbers.clone(), values: self.values.clone() }
+    }
+}
+
 impl<T: ?Sized + Eq + Hash> Default for InternTable<T>
 where
     Arc<T>: Default,

@@ -173,12 +173,12 @@ impl Trace {
             .map(|(_, account)| account.allocations)
             .sum();
         if pinned > 0 {
-            trace.notes.push(format!(
-                "{pinned} blocks of pinned host memory in the trace are not replayed"
-            ));
+            trace
+                .notes
+                .push(format!("{pinned} blocks of pinned host memory in the trace are left out"));
         }
         if tells_devices {
-            (trace.memory, trace.device) = (memory, Some(chosen));
+            (trace.memory, trace.device, trace.devices) = (memory, Some(chosen), gpus);
         }
         Ok(trace)
     }

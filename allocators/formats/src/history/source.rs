@@ -20,8 +20,10 @@ use crate::{
 };
 use aquifer_core::event::BlockKind;
 use std::{
+    cmp::Reverse,
     collections::{BTreeMap, HashMap},
     io::BufRead,
+    mem,
     path::Path,
 };
 
@@ -33,9 +35,19 @@ impl MemoryHistory {
     /// # Errors
     /// As [`Trace::read`], but an input with pinned memory alone is no error.
     pub fn read(path: &Path, device: Option<TraceDevice>) -> Result<Self, TraceError> {
+        Self::read_each(path, device).and_then(first)
+    }
+
+    /// As [`read`](Self::read), but without a selected device it returns a history for each device
+    /// that has blocks and for the pinned memory of each node. The first is the one that `read`
+    /// returns.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_each(path: &Path, device: Option<TraceDevice>) -> Result<Vec<Self>, TraceError> {
         match made::trace(path) {
             Some(_) if device.is_some() => Err(TraceError::whole(Fault::NoDevices)),
-            Some(made) => of_made(&made?).map_err(TraceError::whole),
+            Some(made) => Ok(vec![of_made(&made?).map_err(TraceError::whole)?]),
             None => parse(TraceSource::open(path)?, device),
         }
     }
@@ -48,14 +60,30 @@ impl MemoryHistory {
         reader: impl BufRead + 'static,
         device: Option<TraceDevice>,
     ) -> Result<Self, TraceError> {
+        Self::each_from_reader(reader, device).and_then(first)
+    }
+
+    /// Reads and checks the contents of a file, and returns what [`read_each`](Self::read_each)
+    /// does.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn each_from_reader(
+        reader: impl BufRead + 'static,
+        device: Option<TraceDevice>,
+    ) -> Result<Vec<Self>, TraceError> {
         parse(TraceSource::new(reader)?, device)
     }
+}
+
+fn first(histories: Vec<MemoryHistory>) -> Result<MemoryHistory, TraceError> {
+    histories.into_iter().next().ok_or_else(|| TraceError::whole(Fault::NoAllocation))
 }
 
 fn parse(
     mut source: TraceSource,
     device: Option<TraceDevice>,
-) -> Result<MemoryHistory, TraceError> {
+) -> Result<Vec<MemoryHistory>, TraceError> {
     if source.begins_with(pickle::MAGIC)? {
         return of_snapshot(source.bytes(), device).map_err(TraceError::whole);
     }
@@ -74,7 +102,7 @@ fn of_events(
     mut source: TraceSource,
     columns: &Columns,
     asked: Option<TraceDevice>,
-) -> Result<MemoryHistory, TraceError> {
+) -> Result<Vec<MemoryHistory>, TraceError> {
     let mut builders: BTreeMap<TraceDevice, HistoryBuilder> = BTreeMap::new();
     let (mut origin, mut time) = (None, 0);
     while let Some((row, text)) = source.next_row()? {
@@ -145,7 +173,7 @@ fn of_events(
         notes: columns.note().into_iter().collect(),
         phases: Vec::new(),
     };
-    of_device(builders, facts, asked).map_err(TraceError::whole)
+    of_devices(builders, facts, asked).map_err(TraceError::whole)
 }
 
 /// What is known of an input with rows besides them.
@@ -158,54 +186,42 @@ struct DeviceFacts {
     phases: Vec<LogPhase>,
 }
 
-/// Returns the history of one of several devices.
-fn of_device(
+/// Returns the histories of the devices that have blocks, or of one of them.
+fn of_devices(
     mut builders: BTreeMap<TraceDevice, HistoryBuilder>,
     facts: DeviceFacts,
     asked: Option<TraceDevice>,
-) -> Result<MemoryHistory, Fault> {
-    let there: Vec<TraceDevice> = builders
-        .iter()
-        .filter_map(|(&device, builder)| (builder.blocks() > 0).then_some(device))
-        .collect();
-    let rank = |device: &&TraceDevice| {
-        let is_gpu = matches!(device, TraceDevice::Gpu(_));
-        (is_gpu, builders[device].block_steps(), std::cmp::Reverse(**device))
-    };
-    let device = match asked {
-        Some(asked) if !there.contains(&asked) => {
-            Err(Fault::NoSuchMemory { asked, there: there.clone() })
+) -> Result<Vec<MemoryHistory>, Fault> {
+    let pinned = pinned_bytes(&builders);
+    builders.retain(|_, builder| builder.blocks() > 0);
+    let there: Vec<TraceDevice> = builders.keys().copied().collect();
+    if let Some(asked) = asked {
+        builders.retain(|device, _| *device == asked);
+        if builders.is_empty() {
+            return Err(Fault::NoSuchMemory { asked, there });
         }
-        Some(asked) => Ok(asked),
-        None => there.iter().max_by_key(rank).copied().ok_or(Fault::NoAllocation),
-    }?;
-    let pinned = match device {
-        TraceDevice::Gpu(_) if facts.tells_devices => Some(pinned_bytes(&builders)),
-        _ => None,
+    }
+    let mut builders: Vec<_> = builders.into_iter().collect();
+    builders.sort_by_key(|(device, builder)| {
+        let is_gpu = matches!(device, TraceDevice::Gpu(_));
+        Reverse((is_gpu, builder.block_steps(), Reverse(*device)))
+    });
+    let finish = |(device, mut builder): (TraceDevice, HistoryBuilder)| {
+        for (name, begin, end, depth) in &facts.phases {
+            let (name, begin, end, depth) = (builder.texts.intern(name), *begin, *end, *depth);
+            builder.phases.push(HistoryPhase { name, begin, end, depth });
+        }
+        let input = InputFacts { mapped_at_start: None, tells_kinds: facts.tells_kinds };
+        let mut history = builder.finish(facts.format, facts.clock, input)?;
+        history.notes.extend_from_slice(&facts.notes);
+        if facts.tells_devices {
+            (history.device, history.devices) = (Some(device), there.clone());
+            history.pinned = matches!(device, TraceDevice::Gpu(_)).then(|| pinned.clone());
+        }
+        Ok(history)
     };
-    let mut builder = builders.remove(&device).ok_or(Fault::NoAllocation)?;
-    for (name, begin, end, depth) in facts.phases {
-        let name = builder.texts.intern(&name);
-        builder.phases.push(HistoryPhase { name, begin, end, depth });
-    }
-    let input = InputFacts { mapped_at_start: None, tells_kinds: facts.tells_kinds };
-    let mut history = builder.finish(facts.format, facts.clock, input)?;
-    history.notes.extend(facts.notes);
-    if facts.tells_devices {
-        history.notes.extend(note_on_devices(device, &there));
-        (history.device, history.devices, history.pinned) = (Some(device), there, pinned);
-    }
-    Ok(history)
-}
-
-fn note_on_devices(device: TraceDevice, there: &[TraceDevice]) -> Option<String> {
-    (there.len() > 1).then(|| {
-        format!(
-            "the input has memory of {} devices: this is that of device {device}; --device-index \
-             picks another",
-            there.len()
-        )
-    })
+    let histories = builders.into_iter().map(finish).collect::<Result<Vec<_>, _>>()?;
+    if histories.is_empty() { Err(Fault::NoAllocation) } else { Ok(histories) }
 }
 
 /// Returns the bytes of pinned memory after each change.
@@ -231,7 +247,7 @@ fn of_log(
     header: LogHeader,
     mut source: TraceSource,
     asked: Option<TraceDevice>,
-) -> Result<MemoryHistory, TraceError> {
+) -> Result<Vec<MemoryHistory>, TraceError> {
     let mut builders: BTreeMap<TraceDevice, HistoryBuilder> = BTreeMap::new();
     let facts = header.read(&mut source, &mut |event| {
         let &LogEvent { row, time, bytes, stream, .. } = event;
@@ -272,7 +288,7 @@ fn of_log(
     let LogFacts { format, tells_times, tells_devices, phases, notes, skips } = facts;
     let clock = if tells_times { HistoryClock::Microseconds } else { HistoryClock::Events };
     let facts = DeviceFacts { format, clock, tells_devices, tells_kinds: false, notes, phases };
-    of_device(builders, facts, asked).map_err(|fault| skips.explain(TraceError::whole(fault)))
+    of_devices(builders, facts, asked).map_err(|fault| skips.explain(TraceError::whole(fault)))
 }
 
 /// Converts a generated trace. Its steps are its clock.
@@ -308,14 +324,46 @@ fn of_made(trace: &Trace) -> Result<MemoryHistory, Fault> {
 fn of_snapshot(
     reader: &mut dyn BufRead,
     asked: Option<TraceDevice>,
-) -> Result<MemoryHistory, Fault> {
+) -> Result<Vec<MemoryHistory>, Fault> {
     let invalid = |error| Fault::Snapshot(Box::new(error));
     let (mut objects, root) =
         pickle::read_with_details(reader).map_err(|e| invalid(SnapshotError::Pickle(e)))?;
-    let mut builder = HistoryBuilder::new(StreamNames::Handles);
-    (builder.texts, builder.stacks) = objects.take_tables();
+    let (mut texts, mut stacks) = objects.take_tables();
     let parts = SnapshotParts::of(&objects, root)?;
-    let snapshot = parts.select(asked)?;
+    let chosen = parts.select(asked)?.device;
+    let devices = parts.with_blocks();
+    let mut shown = devices.clone();
+    if asked.is_some() {
+        shown.clear();
+    }
+    // The one with the most events first, if it has blocks.
+    if shown.is_empty() || devices.contains(&chosen) {
+        shown.retain(|device| *device != chosen);
+        shown.insert(0, chosen);
+    }
+    let mut histories = Vec::with_capacity(shown.len());
+    for (&device, left) in shown.iter().zip((0..shown.len()).rev()) {
+        let mut builder = HistoryBuilder::new(StreamNames::Handles);
+        (builder.texts, builder.stacks) = match left {
+            0 => (mem::take(&mut texts), mem::take(&mut stacks)),
+            _ => (texts.clone(), stacks.clone()),
+        };
+        let mut history = of_snapshot_device(&parts, device, root, builder)?;
+        (history.device, history.devices) = (Some(device), devices.clone());
+        histories.push(history);
+    }
+    Ok(histories)
+}
+
+/// Returns the history of one device of a snapshot, or of its pinned memory.
+fn of_snapshot_device(
+    parts: &SnapshotParts<'_>,
+    device: TraceDevice,
+    root: Value,
+    mut builder: HistoryBuilder,
+) -> Result<MemoryHistory, Fault> {
+    let snapshot = parts.of_device(device);
+    let objects = snapshot.objects;
     let mut playback = snapshot.play();
     let clock = SnapshotClock::of(&snapshot);
     play(&snapshot, &mut playback, &clock, &mut builder)?;
@@ -332,15 +380,14 @@ fn of_snapshot(
     let pinned = pinned.transpose()?;
     let segments: Vec<_> = snapshot.segment_ranges().collect();
     let tells_segments = !segments.is_empty()
-        || snapshot.events.iter().any(|&event| segment_change(&objects, event).is_some());
+        || snapshot.events.iter().any(|&event| segment_change(objects, event).is_some());
     let mapped_at_start = tells_segments.then(|| {
         let mut mapped = ExtentTree::default();
         segments.into_iter().for_each(|range| mapped.insert(range));
         for &event in snapshot.events.iter().rev() {
-            let range = || {
-                Some((number(&objects, event, Word::Addr)?, number(&objects, event, Word::Size)?))
-            };
-            let Some((grows, (start, bytes))) = segment_change(&objects, event).zip(range()) else {
+            let range =
+                || Some((number(objects, event, Word::Addr)?, number(objects, event, Word::Size)?));
+            let Some((grows, (start, bytes))) = segment_change(objects, event).zip(range()) else {
                 continue;
             };
             let range = start..start.saturating_add(bytes);
@@ -352,11 +399,8 @@ fn of_snapshot(
         }
         mapped.iter().collect()
     });
-    let devices: Vec<_> = parts.devices().into_keys().collect();
-    let device = snapshot.device;
     let early = if playback.is_still { 0 } else { playback.early().count() };
-    drop((snapshot, parts));
-    drop(objects);
+    drop(snapshot);
     let facts = InputFacts { mapped_at_start, tells_kinds: false };
     let finished = builder.finish(TraceFormat::Snapshot, clock.clock, facts);
     let notes = playback.notes();
@@ -368,8 +412,7 @@ fn of_snapshot(
         ));
     }
     history.notes.extend(notes);
-    history.notes.extend(note_on_devices(device, &devices));
-    (history.device, history.devices, history.pinned) = (Some(device), devices, pinned);
+    history.pinned = pinned;
     Ok(history)
 }
 

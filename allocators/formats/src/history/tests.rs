@@ -384,7 +384,11 @@ fn a_snapshot_without_events_is_a_history_whose_steps_are_its_blocks() {
         let of = MemoryHistory::read(&folder.join(name), None).unwrap();
         assert_eq!((of.clock, of.end, of.events), (HistoryClock::Events, 2.0, 3), "{name}");
         assert_eq!(of.blocks.birth, [0.0, 1.0, 2.0], "{name}");
-        assert_eq!((peak(&of), of.devices.as_slice()), (5700, &[TraceDevice::Gpu(0)][..]), "{name}");
+        assert_eq!(
+            (peak(&of), of.devices.as_slice()),
+            (5700, &[TraceDevice::Gpu(0)][..]),
+            "{name}"
+        );
         assert_eq!(of.stacks.get(of.blocks.stack[1]).len(), 2, "{name}");
         assert!(of.notes.iter().any(|note| note.contains("no events")), "{:?}", of.notes);
     }

@@ -261,6 +261,7 @@ impl Builder {
             skipped: self.skipped,
             memory: Vec::new(),
             device: None,
+            devices: Vec::new(),
             notes: Vec::new(),
             snapshot: None,
         })

@@ -174,6 +174,8 @@ pub struct Trace {
     pub memory: Vec<(TraceDevice, TraceAccount)>,
     /// The device of this memory, if the file distinguishes devices.
     pub device: Option<u32>,
+    /// The devices that have blocks in the file. Empty if it does not distinguish devices.
+    pub devices: Vec<u32>,
     /// Notes on the file for the reader of the result.
     pub notes: Vec<String>,
     /// Facts about the snapshot, if the input is one.

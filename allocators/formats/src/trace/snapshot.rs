@@ -76,8 +76,13 @@ fn parse(reader: &mut dyn BufRead, device: Option<u32>) -> Result<Trace, Fault> 
         return Err(Fault::OnlyPinned { blocks: pinned });
     };
     let mut trace = playback.build(device as usize, parts.gpus)?;
+    let gpu = |device| match device {
+        TraceDevice::Gpu(device) => Some(device),
+        TraceDevice::Host(_) => None,
+    };
+    trace.devices = parts.with_blocks().into_iter().filter_map(gpu).collect();
     if pinned > 0 {
-        let note = format!("{pinned} blocks of pinned host memory in the trace are not replayed");
+        let note = format!("{pinned} blocks of pinned host memory in the trace are left out");
         trace.notes.push(note);
     }
     Ok(trace)
@@ -264,6 +269,12 @@ impl<'a> SnapshotParts<'a> {
         devices
     }
 
+    /// Returns the devices that have blocks, and pinned memory if there is any.
+    pub(crate) fn with_blocks(&self) -> Vec<TraceDevice> {
+        let has_blocks = |device: &TraceDevice| self.of_device(*device).play().allocations() > 0;
+        self.devices().into_keys().filter(has_blocks).collect()
+    }
+
     /// Selects a device. The default is the one with the most events, or without any, with the most
     /// segments. It is pinned memory only if there is nothing else.
     pub(crate) fn select(&self, asked: Option<TraceDevice>) -> Result<Snapshot<'a>, Fault> {
@@ -295,7 +306,8 @@ impl<'a> SnapshotParts<'a> {
         self.devices().contains_key(&host).then(|| self.of_device(host))
     }
 
-    fn of_device(&self, device: TraceDevice) -> Snapshot<'a> {
+    /// Returns the part of a device, or of pinned memory.
+    pub(crate) fn of_device(&self, device: TraceDevice) -> Snapshot<'a> {
         let (segments, events) = match device {
             TraceDevice::Gpu(device) => {
                 // Snapshots of a single device do not name it.

@@ -45,8 +45,10 @@ made to break a policy, `made:` lists them. Without a GPU a simulated one is use
 The trace is one of those that `replay` reads: what AQUIFER_TRACE=FILE makes any
 program that uses the library write, the log of RAPIDS' memory manager, or a memory
 snapshot of PyTorch; plain, or compressed by xz, gzip or zstd. Two traces are compared
-at their peaks. The page is one file that needs no network. Without any output flag
-text is printed. Exit status 1: a peak is above --fail-over.")]
+at their peaks, device by device. The page is one file that needs no network. Without
+any output flag text is printed. Exit status 1: the peak of a device is above
+--fail-over, which checks each device of each trace, or the one of --device-index.
+Exit status 2: a trace cannot be read, or two have no device in common.")]
     Report(Report),
     /// Place the blocks of a recorded trace in as little memory as possible, and say what fits
     #[command(after_help = "\
@@ -54,7 +56,8 @@ The trace is one of those that `replay` reads. Each block gets an offset in one 
 whose size is printed beside the lower bound: the most bytes that are live at once.
 The search ends at the lower bound, or after --seconds; without them after 64 tries or
 4 s. A limit counts the bytes of the range: a device maps whole handles of 2 MiB.
-Exit status 1: --check, and the plan is above --limit.")]
+Exit status 1: --check, and the plan is above --limit. Exit status 2: the trace cannot
+be planned, or has several devices and --device-index names none.")]
     Plan(PlanArgs),
     /// Measure the cost of calls, compared with other allocators
     #[command(arg_required_else_help = false)]
@@ -168,8 +171,7 @@ pub(crate) struct PlanArgs {
     /// Search for this long, unless the lower bound is reached before
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub(crate) seconds: Option<u32>,
-    /// Device to plan, from 0, if the trace or snapshot has several (default: the one with the most
-    /// events)
+    /// Device to plan, from 0: needed if the trace or snapshot has several
     #[arg(long, value_name = "N")]
     pub(crate) device_index: Option<u32>,
     /// Print JSON
@@ -211,14 +213,14 @@ pub(crate) struct Report {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// Exit with status 1 if the peak of live bytes is above this
+    /// Exit with status 1 if the peak of live bytes of any device is above this
     #[arg(long, value_name = "BYTES")]
     pub(crate) fail_over: Option<Size>,
     /// Write a trace for Perfetto's viewer
     #[arg(long, value_name = "FILE")]
     pub(crate) perfetto: Option<PathBuf>,
-    /// Device to report on, if the trace has several: its number, host or host:N for pinned memory
-    /// (default: the one with the most events)
+    /// Device to report on and to check, if the trace has several: its number, host or host:N for
+    /// pinned memory (default: show the one with the most events, or compare each; check all)
     #[arg(long, value_name = "DEVICE")]
     pub(crate) device_index: Option<TraceDevice>,
 }

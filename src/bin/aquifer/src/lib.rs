@@ -72,10 +72,8 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             },
             Command::Replay(args) => match replay::run(&args) {
                 Ok(report) => {
-                    for note in &report.notes {
-                        // If stderr cannot be written, the note is still in the JSON.
-                        let _ = writeln!(io::stderr().lock(), "aquifer: {}", printable(note));
-                    }
+                    // If stderr cannot be written, the notes are still in the JSON.
+                    report.notes.iter().for_each(|note| report_error(note));
                     let text = if args.json { report.to_json() } else { report.to_screen() };
                     (text, if report.is_clean() { WELL } else { NO })
                 }
@@ -90,6 +88,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             Command::Plan(args) => match plan::run(&args) {
                 Ok(report) => {
                     let text = if args.json { report.to_json() } else { report.to_screen() };
+                    report.notes.iter().for_each(|note| report_error(note));
                     let refused = args.check && !report.fits();
                     (text, if refused { NO } else { WELL })
                 }
@@ -181,7 +180,7 @@ fn refuse(line: &str) -> ExitCode {
     ExitCode::from(MISTAKE)
 }
 
-/// Prints an error in one line on stderr.
+/// Prints an error or a note in one line on stderr.
 fn report_error(line: &str) {
     let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
     // A failure to write to stderr cannot be reported.

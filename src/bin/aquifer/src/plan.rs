@@ -39,6 +39,13 @@ pub(crate) enum PlanCommandError {
         /// The error in it.
         error: PlanError,
     },
+    /// A plan is for one device, and the trace has several.
+    SeveralDevices {
+        /// The file.
+        path: PathBuf,
+        /// Its devices.
+        devices: Vec<u32>,
+    },
     /// The output is the trace.
     OutputIsTrace(PathBuf),
     /// The plan cannot be written.
@@ -50,6 +57,15 @@ impl fmt::Display for PlanCommandError {
         match self {
             Self::Trace { path, error } => trace_file::write_error(f, path, error),
             Self::Blocks { path, error } => write!(f, "{}: {error}", foreign::path(path)),
+            Self::SeveralDevices { path, devices } => {
+                let names: Vec<_> = devices.iter().map(ToString::to_string).collect();
+                write!(
+                    f,
+                    "{} has memory of devices {}, and a plan is for one: --device-index N chooses it",
+                    foreign::path(path),
+                    names.join(", ")
+                )
+            }
             Self::OutputIsTrace(path) => {
                 write!(f, "{} would replace the trace that is read", foreign::path(path))
             }
@@ -64,7 +80,7 @@ impl std::error::Error for PlanCommandError {
             Self::Trace { error, .. } => Some(error),
             Self::Blocks { error, .. } => Some(error),
             Self::Output(_, e) => Some(e),
-            Self::OutputIsTrace(_) => None,
+            Self::SeveralDevices { .. } | Self::OutputIsTrace(_) => None,
         }
     }
 }
@@ -83,6 +99,8 @@ pub(crate) struct PlanReport {
     limit: Option<u64>,
     /// The file that was written.
     file: Option<String>,
+    /// What the reader of the trace left out.
+    pub(crate) notes: Vec<String>,
 }
 
 /// Runs the `plan` command.
@@ -100,6 +118,9 @@ pub(crate) fn run(args: &PlanArgs) -> Result<PlanReport, PlanCommandError> {
     progress.phase("reading the trace");
     let trace = Trace::read(&args.trace, args.device_index)
         .map_err(|error| PlanCommandError::Trace { path: path(), error })?;
+    if trace.devices.len() > 1 && args.device_index.is_none() {
+        return Err(PlanCommandError::SeveralDevices { path: path(), devices: trace.devices });
+    }
     progress.phase("planning");
     let mut options = PlanOptions::default();
     if let Some(seconds) = args.seconds {
@@ -127,6 +148,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<PlanReport, PlanCommandError> {
         seconds,
         limit: args.limit.map(|limit| limit.bytes(trace.peak_live)),
         file: args.output.as_ref().map(|file| file.display().to_string()),
+        notes: trace.notes,
     })
 }
 
@@ -148,6 +170,7 @@ impl PlanReport {
             ("edges", json!(self.edges)),
             ("seconds", json!((self.seconds * 1e6).round() / 1e6)),
             ("file", json!(self.file)),
+            ("notes", json!(self.notes)),
         ];
         if let Some(limit) = self.limit {
             fields.push(("limit_bytes", json!(limit)));

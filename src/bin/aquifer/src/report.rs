@@ -27,14 +27,14 @@ mod selection;
 mod text;
 
 use crate::{cli, output, trace_file};
-use analysis::RunAnalysis;
+use analysis::{RunAnalysis, find_peak};
 use aquifer_console::{foreign, progress::ProgressLine};
 use aquifer_core::Bytes;
 use aquifer_formats::{
     history::MemoryHistory,
     trace::{TraceDevice, TraceError},
 };
-use data::ReportRun;
+use data::{DevicePeak, ReportRun};
 use page::{PageError, ReportPage};
 use std::{
     fmt,
@@ -61,6 +61,8 @@ pub(crate) enum ReportError {
     TwiceStandardInput,
     /// A trace for Perfetto is of one input.
     PerfettoOfTwo,
+    /// Two inputs have no device in common: their names and devices.
+    NoCommonDevice([(String, Vec<TraceDevice>); 2]),
     /// An output is one of the inputs.
     OutputIsInput(PathBuf),
     /// Both outputs are one file.
@@ -77,6 +79,18 @@ impl fmt::Display for ReportError {
             Self::Input { path, error } => trace_file::write_error(f, path, error),
             Self::TwiceStandardInput => f.write_str("the standard input can be read once"),
             Self::PerfettoOfTwo => f.write_str("--perfetto writes one trace, and two are given"),
+            Self::NoCommonDevice(inputs) => {
+                let [first, second] = inputs.each_ref().map(|(name, devices)| {
+                    let name = text::printable(name);
+                    let names: Vec<_> = devices.iter().map(ToString::to_string).collect();
+                    match &names[..] {
+                        [] => format!("{name} does not tell its device"),
+                        [one] => format!("{name} has memory of device {one}"),
+                        _ => format!("{name} has memory of devices {}", names.join(", ")),
+                    }
+                });
+                write!(f, "{first} and {second}: only memory of the same device can be compared")
+            }
             Self::OutputIsInput(path) => {
                 write!(f, "{} would replace the trace that is read", foreign::path(path))
             }
@@ -119,17 +133,26 @@ pub(crate) struct ReportResult {
 pub(crate) fn run(args: &cli::Report) -> Result<ReportResult, ReportError> {
     check_paths(args)?;
     let mut progress = ProgressLine::on_terminal();
-    let mut runs = Vec::new();
+    let mut inputs = Vec::new();
     for path in [Some(&args.trace), args.other.as_ref()].into_iter().flatten() {
         progress.phase("reading:");
-        let history = read(path, args.device_index, &mut progress)
+        let histories = read(path, args.device_index, &mut progress)
             .map_err(|error| ReportError::Input { path: path.clone(), error })?;
-        progress.phase("analysing:");
-        let analysis = RunAnalysis::of(&history, &mut progress);
         let name = match path.file_name().filter(|_| path.as_os_str() != "-") {
             Some(name) => name.to_string_lossy().into_owned(),
             None => path.display().to_string(),
         };
+        inputs.push(ReportInput { name, histories });
+    }
+    let peaks: Vec<DevicePeak> = inputs.iter().flat_map(ReportInput::peaks).collect();
+    let chosen = chosen(inputs)?;
+    let mut runs = Vec::new();
+    for (name, mut history) in chosen {
+        progress.phase("analysing:");
+        if args.other.is_none() {
+            history.notes.splice(..0, note_on_devices(&history, &peaks));
+        }
+        let analysis = RunAnalysis::of(&history, &mut progress);
         runs.push(ReportRun { name, history, analysis });
     }
     let mut written = Vec::new();
@@ -149,28 +172,95 @@ pub(crate) fn run(args: &cli::Report) -> Result<ReportResult, ReportError> {
         written.push(format!("{}  {}", foreign::path(path), Bytes(bytes)));
     }
     progress.clear();
-    let exceeded = args.fail_over.and_then(|limit| {
-        let over = |run: &&ReportRun| run.analysis.peak.live > limit.0;
-        runs.iter().find(over).map(|run| {
-            format!(
-                "the peak of {} is {}, above {}",
-                text::printable(&run.name),
-                Bytes(run.analysis.peak.live),
-                Bytes(limit.0)
-            )
+    let limit = args.fail_over.map_or(u64::MAX, |limit| limit.0);
+    let over = peaks.iter().filter(|peak| peak.live > limit);
+    let exceeded: Vec<String> = over
+        .map(|peak| {
+            let device =
+                peak.device.map_or_else(String::new, |device| format!(" on device {device}"));
+            let name = text::printable(&peak.name);
+            format!("the peak of {name}{device} is {}, above {}", Bytes(peak.live), Bytes(limit))
         })
-    });
+        .collect();
     let mut parts = Vec::new();
     if args.json {
-        parts.push(format!("{:#}", data::summary(&runs)));
+        parts.push(format!("{:#}", data::summary(&runs, &peaks)));
     } else {
         if args.text || written.is_empty() {
             parts.push(text::text(&runs));
         }
         parts.extend(written);
-        parts.extend(exceeded.clone());
+        parts.extend_from_slice(&exceeded);
     }
-    Ok(ReportResult { text: parts.join("\n"), within_limit: exceeded.is_none() })
+    Ok(ReportResult { text: parts.join("\n"), within_limit: exceeded.is_empty() })
+}
+
+/// The histories of an input: those of its devices, or of its pinned memory if it has no device.
+/// The first is that of the device with the most events.
+struct ReportInput {
+    name: String,
+    histories: Vec<MemoryHistory>,
+}
+
+impl ReportInput {
+    fn peaks(&self) -> impl Iterator<Item = DevicePeak> {
+        self.histories.iter().map(|history| {
+            let (live, ..) = find_peak(history);
+            DevicePeak { name: self.name.clone(), device: history.device, live }
+        })
+    }
+
+    fn devices(&self) -> Vec<TraceDevice> {
+        self.histories.iter().filter_map(|history| history.device).collect()
+    }
+}
+
+/// Returns the histories to show: the first of one input, or pairs of two, one pair for each device
+/// that both have.
+fn chosen(inputs: Vec<ReportInput>) -> Result<Vec<(String, MemoryHistory)>, ReportError> {
+    let [first, second] = match <[ReportInput; 2]>::try_from(inputs) {
+        Ok(two) => two,
+        Err(one) => {
+            let first =
+                |input: ReportInput| Some((input.name, input.histories.into_iter().next()?));
+            return Ok(one.into_iter().filter_map(first).collect());
+        }
+    };
+    let devices = [first.devices(), second.devices()];
+    let mut others = second.histories;
+    let mut pairs = Vec::new();
+    let single = first.histories.len() == 1 && others.len() == 1;
+    for history in first.histories {
+        // An input that does not tell its device may be of any.
+        let fits = |other: &MemoryHistory| {
+            other.device == history.device
+                || single && (history.device.is_none() || other.device.is_none())
+        };
+        if let Some(place) = others.iter().position(fits) {
+            pairs
+                .push([(first.name.clone(), history), (second.name.clone(), others.remove(place))]);
+        }
+    }
+    if pairs.is_empty() {
+        let [a, b] = devices;
+        return Err(ReportError::NoCommonDevice([(first.name, a), (second.name, b)]));
+    }
+    pairs.sort_by_key(|[(_, history), _]| history.device);
+    Ok(pairs.into_iter().flatten().collect())
+}
+
+/// Returns the note on the devices that a report of one of them does not show.
+fn note_on_devices(history: &MemoryHistory, peaks: &[DevicePeak]) -> Option<String> {
+    let (device, [_, _, ..]) = (history.device?, peaks) else { return None };
+    let others = peaks.iter().filter(|peak| peak.device != history.device);
+    let others = others.filter_map(|peak| {
+        Some(format!("device {} with a peak of {}", peak.device?, Bytes(peak.live)))
+    });
+    let others: Vec<_> = others.collect();
+    Some(format!(
+        "this is the memory of device {device}; --device-index shows others: {}",
+        others.join(", ")
+    ))
 }
 
 /// Checks that no file is read twice or replaced by mistake.
@@ -195,23 +285,34 @@ fn check_paths(args: &cli::Report) -> Result<(), ReportError> {
     }
 }
 
-/// Reads a history and shows how much of the file is read.
+/// Reads histories and shows how much of the file is read.
 fn read(
     path: &Path,
     device: Option<TraceDevice>,
     progress: &mut ProgressLine,
-) -> Result<MemoryHistory, TraceError> {
+) -> Result<Vec<MemoryHistory>, TraceError> {
     let file = File::open(path).ok().filter(|_| path.as_os_str() != "-");
     let Some((file, bytes)) = file.and_then(|file| {
         let facts = file.metadata().ok().filter(|facts| facts.is_file())?;
         Some((file, facts.len()))
     }) else {
         // Something that has no length, a generated trace, or an error that the reader describes.
-        return MemoryHistory::read(path, device);
+        return MemoryHistory::read_each(path, device).map(only_devices);
     };
     let done = Arc::new(AtomicU64::new(0));
     let counted = BufReader::with_capacity(1 << 16, CountedFile { file, done: done.clone() });
-    progress.during(&done, bytes, || MemoryHistory::from_reader(counted, device))
+    let histories =
+        progress.during(&done, bytes, || MemoryHistory::each_from_reader(counted, device))?;
+    Ok(only_devices(histories))
+}
+
+/// Leaves out pinned memory, unless there is nothing else.
+fn only_devices(mut histories: Vec<MemoryHistory>) -> Vec<MemoryHistory> {
+    let is_host = |history: &MemoryHistory| matches!(history.device, Some(TraceDevice::Host(_)));
+    if histories.iter().any(|history| !is_host(history)) {
+        histories.retain(|history| !is_host(history));
+    }
+    histories
 }
 
 /// A file that counts the bytes read from it.

@@ -77,9 +77,9 @@ pub(crate) struct RunAnalysis {
     pub(crate) notes: Vec<String>,
 }
 
-/// Returns the index of the step at which live bytes first are at their peak, and the number of
+/// Returns the peak of live bytes, the index of the step that first reaches it, and the number of
 /// steps that change a curve.
-fn find_peak(history: &MemoryHistory) -> (usize, u64) {
+pub(crate) fn find_peak(history: &MemoryHistory) -> (u64, usize, u64) {
     let (mut live, mut peak, mut at, mut changes) = (0_u64, 0, 0, 0);
     for (place, step) in history.steps.iter().enumerate() {
         changes += u64::from(changes_curves(history, *step));
@@ -96,7 +96,7 @@ fn find_peak(history: &MemoryHistory) -> (usize, u64) {
             HistoryAction::Complete | HistoryAction::Mark => {}
         }
     }
-    (at, changes)
+    (peak, at, changes)
 }
 
 fn changes_curves(history: &MemoryHistory, step: HistoryStep) -> bool {
@@ -126,7 +126,7 @@ impl RunAnalysis {
 
     /// Analyses a history.
     pub(crate) fn of(history: &MemoryHistory, progress: &mut ProgressLine) -> Self {
-        let (peak_at, changes) = find_peak(history);
+        let (_, peak_at, changes) = find_peak(history);
         let mut state = Ledger::new(history);
         let series = state.series();
         let mut curves = CurveBuilder::new(series.clone(), changes);

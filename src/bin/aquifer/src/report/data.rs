@@ -10,7 +10,10 @@ use super::{
     holders,
     selection::BlockSelection,
 };
-use aquifer_formats::history::{AddressSource, HistoryClock, HistoryMark, MarkKind, MemoryHistory};
+use aquifer_formats::{
+    history::{AddressSource, HistoryClock, HistoryMark, MarkKind, MemoryHistory},
+    trace::TraceDevice,
+};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
@@ -26,6 +29,17 @@ pub(crate) struct ReportRun {
     pub(crate) history: MemoryHistory,
     /// The analysis of it.
     pub(crate) analysis: RunAnalysis,
+}
+
+/// The peak of live bytes of one device in one input. `--fail-over` checks each.
+#[derive(Debug)]
+pub(crate) struct DevicePeak {
+    /// The file's name.
+    pub(crate) name: String,
+    /// The device, if the input tells.
+    pub(crate) device: Option<TraceDevice>,
+    /// The bytes.
+    pub(crate) live: u64,
 }
 
 /// Arrays behind a header.
@@ -66,24 +80,32 @@ impl ArrayStore {
     }
 }
 
-/// The header without runs.
+/// The header. Runs that are compared follow each other.
 fn header(runs: Vec<Value>, analysed: &[ReportRun]) -> Value {
-    let mut header = json!({
-        "version": 1,
+    let compared = analysed.as_chunks().0.iter().map(|[first, second]: &[ReportRun; 2]| {
+        let (a, b) = (&first.analysis, &second.analysis);
+        let mut compared = holders::compare([a.peak.live, b.peak.live], [&a.holders, &b.holders]);
+        compared["device"] = json!(first.device());
+        compared
+    });
+    json!({
+        "version": 2,
         "product": concat!("aquifer ", env!("CARGO_PKG_VERSION")),
         "runs": runs,
-    });
-    if let [first, second] = analysed {
-        let (a, b) = (&first.analysis, &second.analysis);
-        header["comparison"] =
-            holders::compare([a.peak.live, b.peak.live], [&a.holders, &b.holders]);
+        "comparisons": compared.collect::<Vec<_>>(),
+    })
+}
+
+impl ReportRun {
+    /// Returns the device whose memory this is, if the input tells.
+    pub(crate) fn device(&self) -> Option<String> {
+        self.history.device.map(|device| device.to_string())
     }
-    header
 }
 
 /// Returns what `--json` prints: the header of the page, with names in the place of arrays and
 /// numbers.
-pub(crate) fn summary(runs: &[ReportRun]) -> Value {
+pub(crate) fn summary(runs: &[ReportRun], peaks: &[DevicePeak]) -> Value {
     let describe = |run: &ReportRun| {
         let mut value = common(run);
         let history = &run.history;
@@ -106,7 +128,14 @@ pub(crate) fn summary(runs: &[ReportRun]) -> Value {
         });
         value
     };
-    header(runs.iter().map(describe).collect(), runs)
+    let mut header = header(runs.iter().map(describe).collect(), runs);
+    header["peaks"] = peaks
+        .iter()
+        .map(|DevicePeak { name, device, live }| {
+            json!({ "name": name, "device": device.map(|device| device.to_string()), "live": live })
+        })
+        .collect();
+    header
 }
 
 /// Returns the payload of a page with the blocks of each run that are selected, and the levels of
@@ -127,7 +156,7 @@ fn common(run: &ReportRun) -> Value {
     json!({
         "name": name,
         "format": history.format.name(),
-        "device": history.device.map(|device| device.to_string()),
+        "device": run.device(),
         "devices": history.devices.iter().map(ToString::to_string).collect::<Vec<_>>(),
         "notes": notes,
         "clock": match history.clock {

@@ -29,7 +29,7 @@ const NOTES: usize = 2;
 pub(crate) fn text(runs: &[ReportRun]) -> String {
     // Tables become shorter until all fits.
     let mut lines = compose(runs, HOLDERS);
-    for holders in (1..HOLDERS).rev() {
+    for holders in (0..HOLDERS).rev() {
         if lines.len() <= HEIGHT {
             break;
         }
@@ -42,13 +42,21 @@ pub(crate) fn text(runs: &[ReportRun]) -> String {
 
 fn compose(runs: &[ReportRun], holders: usize) -> Vec<String> {
     let mut lines = Vec::new();
-    for run in runs {
-        if !lines.is_empty() {
-            lines.push(String::new());
+    if let [first, second, _, ..] = runs {
+        // A pair for each device: their differences alone fit.
+        let names = [("aquifer report  ", first), ("           and  ", second)];
+        lines.extend(names.map(|(label, run)| {
+            format!("{label}{}", clip_middle(&printable(&run.name), WIDTH - label.len()))
+        }));
+    } else {
+        for run in runs {
+            if !lines.is_empty() {
+                lines.push(String::new());
+            }
+            describe(run, holders, runs.len() == 1, &mut lines);
         }
-        describe(run, holders, runs.len() == 1, &mut lines);
     }
-    if let [first, second] = runs {
+    for [first, second] in runs.as_chunks().0 {
         compare(first, second, holders, &mut lines);
     }
     lines
@@ -188,7 +196,13 @@ fn compare(first: &ReportRun, second: &ReportRun, most: usize, lines: &mut Vec<S
     let (a, b) = (&first.analysis, &second.analysis);
     lines.push(String::new());
     let peaks = [a.peak.live, b.peak.live];
-    lines.push(format!("difference at the peaks: {}", difference(peaks)));
+    let device = first.device().map_or_else(String::new, |device| format!(" of device {device}"));
+    lines.push(format!(
+        "difference at the peaks{device}: {}, from {} to {}",
+        difference(peaks),
+        Bytes(peaks[0]),
+        Bytes(peaks[1])
+    ));
     for by in [HolderGroup::Tag, HolderGroup::Size] {
         let mut bytes: HashMap<&str, [u64; 2]> = HashMap::new();
         for (run, analysis) in [a, b].into_iter().enumerate() {

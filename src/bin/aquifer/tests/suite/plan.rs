@@ -80,6 +80,28 @@ fn a_check_says_by_the_exit_status_whether_the_plan_fits_and_how_much_is_spare()
 }
 
 #[test]
+fn a_plan_is_of_one_device_and_of_a_chosen_one_where_there_are_several() {
+    let folder = Folder::new();
+    let rows = "t_us,op,id,bytes,stream,kind,device\n\
+        0,a,1,107374182400,0,cached,1\n\
+        0,a,2,512,0,cached,0\n\
+        0,a,3,512,0,cached,0\n\
+        0,a,4,4096,0,pinned,host\n";
+    let (trace, file) = (folder.path("two.csv"), folder.path("two.plan"));
+    fs::write(&trace, rows).expect("a trace");
+    let several = "two.csv has memory of devices 0, 1, and a plan is for one: --device-index N";
+    for more in [&["--limit", "1GiB", "--check"][..], &["--json"], &["-o", &file]] {
+        refused(&[&[&*trace][..], more].concat(), several);
+    }
+    let gate = ["--limit", "1GiB", "--check", "--device-index"];
+    for (device, status) in [("0", 0), ("1", 1)] {
+        let output = plan(&[&[&*trace][..], &gate, &[device]].concat());
+        assert_eq!(output.status.code(), Some(status), "{}", text(&output.stdout));
+        assert!(text(&output.stderr).contains("1 blocks of pinned host memory"), "{output:?}");
+    }
+}
+
+#[test]
 fn the_screen_has_the_figures_and_names_the_next_command() {
     let folder = Folder::new();
     let (trace, file) = (folder.path("small.csv"), folder.path("small.plan"));

@@ -351,7 +351,7 @@ fn two_traces_are_compared_at_their_peaks() {
     let first = folder.file("a.csv", fragmented());
     let second = folder.file("b.csv", fragmented().replace("kv cache", "kv"));
     let value = json(&[&first, &second]);
-    let comparison = &value["comparison"];
+    let comparison = &value["comparisons"][0];
     assert_eq!(
         (&comparison["difference"], &comparison["peaks"][0]),
         (&Value::from(0), &value["runs"][0]["peak"]["live"])
@@ -365,7 +365,102 @@ fn two_traces_are_compared_at_their_peaks() {
     assert_eq!(report([&first, &second, "-o", &page]).status.code(), Some(0));
     let (header, _) = payload(&fs::read_to_string(&page).expect("a page"));
     assert_eq!(header["runs"].as_array().map(Vec::len), Some(2));
-    assert_eq!(&header["comparison"], comparison);
+    assert_eq!(&header["comparisons"][0], comparison);
+}
+
+/// Returns a trace whose devices have a block of these bytes each, the last with the most events.
+fn with_devices(bytes: &[(&str, u64)]) -> String {
+    let mut rows = WIDE.to_owned();
+    for (place, (device, bytes)) in bytes.iter().enumerate() {
+        for n in 0..=place {
+            let id = place * 100 + n;
+            let bytes = if n == 0 { *bytes } else { 1 };
+            rows += &format!("0,a,{id},{bytes},0,cached,{device},,,1\n");
+        }
+    }
+    rows
+}
+
+#[test]
+fn a_gate_checks_every_device() {
+    let folder = Folder::new();
+    let (large, small) = (100_u64 << 30, 1 << 20);
+    let rows = with_devices(&[("1", large), ("host", 9 * large), ("0", small)]);
+    let input = folder.file("trace.csv", rows);
+    let gate = |more: &[&str]| report([&[&input, "--fail-over", "1GiB"], more].concat());
+    let output = gate(&[]);
+    let said = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    let last = said.lines().last().expect("a line");
+    assert_eq!(last, "the peak of trace.csv on device 1 is 100.00 GiB, above 1.00 GiB");
+    assert!(
+        said.contains("--device-index shows others: device 1 with"),
+        "the text names it too: {said}"
+    );
+    assert_eq!(gate(&["--device-index", "0"]).status.code(), Some(0));
+    assert_eq!(gate(&["--device-index", "host"]).status.code(), Some(1));
+    let output = gate(&["--json"]);
+    assert_eq!(output.status.code(), Some(1));
+    let value: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let peaks: Vec<_> = value["peaks"].as_array().expect("peaks").iter().collect();
+    let of = |peak: &Value| (peak["device"].as_str().map(str::to_owned), number(&peak["live"]));
+    let expected = [(Some("0".to_owned()), small + 2), (Some("1".to_owned()), large)];
+    assert_eq!(peaks.into_iter().map(of).collect::<Vec<_>>(), expected);
+    // Two inputs: each device of each.
+    let other = folder.file("other.csv", with_devices(&[("0", small)]));
+    for inputs in [[&other, &input], [&input, &other]] {
+        let output = report([inputs[0], inputs[1], "--fail-over", "1GiB"]);
+        assert_eq!(output.status.code(), Some(1), "{}", text(&output.stdout));
+    }
+    // A device of a snapshot that only has blocks from before its first event.
+    let devices = snapshot("devices.pickle");
+    let value = json(&[&devices]);
+    let peaks = value["peaks"].as_array().expect("peaks");
+    let most = peaks.iter().map(|peak| number(&peak["live"])).max().expect("a device");
+    let least = peaks.iter().map(|peak| number(&peak["live"])).min().expect("a device");
+    assert!(peaks.len() > 1 && least < most, "{value}");
+    let output = report([&devices, "--fail-over", &(most - 1).to_string()]);
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stdout));
+}
+
+#[test]
+fn a_comparison_is_of_the_same_devices() {
+    let folder = Folder::new();
+    // The device with the most events is another one in each.
+    let before = folder.file("before.csv", with_devices(&[("1", 1000), ("2", 7), ("0", 100)]));
+    let after = folder.file("after.csv", with_devices(&[("0", 150), ("1", 900)]));
+    let value = json(&[&before, &after]);
+    let compared: Vec<_> = value["comparisons"]
+        .as_array()
+        .expect("comparisons")
+        .iter()
+        .map(|one| (one["device"].clone(), one["difference"].clone()))
+        .collect();
+    assert_eq!(compared, [("0".into(), 48.into()), ("1".into(), (-99).into())]);
+    let runs: Vec<_> =
+        value["runs"].as_array().expect("runs").iter().map(|run| run["device"].clone()).collect();
+    assert_eq!(runs, ["0", "0", "1", "1"]);
+    let said = text(&report([&before, &after]).stdout);
+    assert!(said.contains("difference at the peaks of device 0: +48 B"), "{said}");
+    assert!(said.contains("difference at the peaks of device 1: -99 B"), "{said}");
+    let page = folder.path("page.html");
+    assert_eq!(report([&before, &after, "-o", &page]).status.code(), Some(0));
+    let (header, _) = payload(&fs::read_to_string(&page).expect("a page"));
+    assert_eq!(header["runs"].as_array().map(Vec::len), Some(4));
+    let value = json(&[&before, &after, "--device-index", "1"]);
+    assert_eq!(value["comparisons"].as_array().map(Vec::len), Some(1));
+
+    let other = folder.file("other.csv", with_devices(&[("3", 5), ("4", 5)]));
+    refused(
+        &report([&after, &other]),
+        "after.csv has memory of devices 1, 0 and other.csv has memory of devices 4, 3: only \
+         memory of the same device can be compared",
+    );
+    // An input that does not tell its device is compared with the only one of the other.
+    let untold = folder.file("untold.csv", "t_us,op,id,bytes,stream\n0,a,1,10,0\n");
+    let one = folder.file("one.csv", with_devices(&[("3", 5)]));
+    assert_eq!(json(&[&untold, &one])["comparisons"][0]["difference"], -5);
+    refused(&report([&untold, &after]), "untold.csv does not tell its device and after.csv has");
 }
 
 #[test]

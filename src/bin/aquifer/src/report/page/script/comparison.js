@@ -1,10 +1,7 @@
 // Two runs: what differs at their peaks.
 
-const COMPARED = [["tag", "tag"], ["size", "size class"], ["stream", "stream"], ["thread", "thread"],
-  ["kind", "kind"], ["stack", "stack"]];
-
 function startComparison() {
-  const { comparison } = state.header;
+  const { comparison } = state;
   if (!comparison || state.runs.length < 2) return;
   byId("comparison").hidden = false;
   const [a, b] = comparison.peaks ?? state.runs.map((run) => run.peak.live);
@@ -13,7 +10,7 @@ function startComparison() {
   words.textContent = b === a ? `Both peaks are ${bytesText(a)}.`
     : `The peak of B is ${bytesText(b)}, ${bytesText(Math.abs(b - a))} ${more} than that of A (${bytesText(a)}).`;
   words.dataset.difference = comparison.difference ?? b - a;
-  const choices = COMPARED.filter(([by]) => isList(comparison[by]) && comparison[by].length > 0);
+  const choices = GROUPINGS.filter(([by]) => isList(comparison[by]) && comparison[by].length > 0);
   const select = byId("comparison-by");
   if (choices.length === 0) return;
   fillSelect(select, choices, choices.some(([by]) => by === state.by) ? state.by : choices[0][0]);
@@ -23,7 +20,7 @@ function startComparison() {
 }
 
 function showComparison(comparison, by) {
-  const label = COMPARED.find(([each]) => each === by)[1];
+  const label = GROUPINGS.find(([each]) => each === by)[1];
   const rows = comparison[by].map((entry) => ({
     name: groupName(by, comparedName(by, entry)), a: entry.bytes[0], b: entry.bytes[1], difference: entry.difference,
   }));

@@ -18,6 +18,13 @@ function startChoices() {
   const two = state.runs.length > 1;
   byId("run-choice").hidden = byId("alignment-choice").hidden = !two;
   if (!two) return;
+  const { comparisons } = state.header;
+  byId("device-choice").hidden = comparisons.length < 2;
+  fillSelect(byId("device"), comparisons.map(({ device }, i) => [String(i), plainText(device)]), String(comparisons.indexOf(state.comparison)));
+  byId("device").addEventListener("change", (event) => {
+    location.hash = event.target.value;
+    location.reload();
+  });
   fillSelect(byId("run"), state.runs.map((run, i) => [String(i), `${runLetter(i)}: ${plainText(run.name)}`]), "0");
   byId("run").addEventListener("change", (event) => chooseRun(Number(event.target.value)));
   const clocks = new Set(state.runs.map((run) => run.clock));
@@ -67,7 +74,10 @@ async function start() {
   // The text is not needed any more, and it is the largest part of the page.
   element.textContent = "";
   state.header = header;
-  state.runs = header.runs;
+  // Each device that two inputs have in common is a pair of runs. The address says which is shown.
+  const pair = Math.max(Math.min(Number.parseInt(location.hash.slice(1), 10) || 0, (header.runs.length >> 1) - 1), 0);
+  state.runs = header.runs.slice(pair * 2, pair * 2 + 2);
+  state.comparison = header.comparisons?.[pair] ?? null;
   state.by = firstGrouping();
   byId("main").hidden = false;
   startChoices();

@@ -98,9 +98,9 @@ async function readPayload(text) {
     throw new DamagedPage("its header is not readable");
   }
   need(header !== null && typeof header === "object", "its header is not readable");
-  need(header.version === 1, `its format is ${JSON.stringify(header.version)}, and this page reads 1`);
+  need(header.version === 2, `its format is ${JSON.stringify(header.version)}, and this page reads 2`);
   const count = Array.isArray(header.runs) ? header.runs.length : 0;
-  need(count === 1 || count === 2, "it holds neither one run nor two");
+  need(count === 1 || (count > 0 && count % 2 === 0), "it holds neither one run nor pairs of them");
   const arrays = new Arrays(buffer, 4 + length);
   header.runs.forEach((run, index) => openRun(run, index, arrays));
   return header;

@@ -3,7 +3,8 @@
 
 const state = {
   header: null,
-  runs: [],
+  runs: [], // one, or the two that are compared
+  comparison: null,
   run: 0, // the run whose addresses and instant are shown
   alignment: "time", // or "relative": each run from 0 to 1
   full: { x0: 0, x1: 1 },
