@@ -69,7 +69,8 @@ export function made({ name = "made.csv", blocks: count = 2000, seed = 1, scale 
   const stacks = [[], ...Array.from({ length: 6 }, (_, i) => [i, 5, 6].map((f) => idOf(frames[f])))];
   const end = count * 100;
   const columns = ["birth", "freed", "end", "offset", "bytes", "requested"];
-  const ids = ["stream", "thread", "tag", "stack", "kind"];
+  const texts = ["layer 1", "layer 2"].map(idOf);
+  const ids = ["stream", "thread", "tag", "stack", "kind", "metadata"];
   const blocks = Object.fromEntries([...columns.map((c) => [c, new Float64Array(count)]), ...ids.map((c) => [c, new Uint32Array(count)])]);
   const events = []; // [time, order, what, block]
   for (let i = 0; i < count; i++) {
@@ -92,6 +93,7 @@ export function made({ name = "made.csv", blocks: count = 2000, seed = 1, scale 
     blocks.tag[i] = tagIds[which];
     blocks.stack[i] = stack;
     blocks.kind[i] = kind;
+    blocks.metadata[i] = texts[which % 2];
   }
   for (let i = 0; i < count; i++) {
     events.push([blocks.birth[i], 2, "a", i]);
@@ -154,6 +156,12 @@ function played({ name, count, end, strings, stacks, blocks, events, recorded })
   const middle = Float64Array.of(0, Math.max(end / 2, peak.t + 1));
   series.push({ name: "outside", unit: "bytes", levels: pyramid(middle, outside) });
   series.push({ name: "limit", unit: "bytes", levels: pyramid(Float64Array.of(0), Float64Array.of(peak.physical * 1.1)) });
+  // Pinned host memory, and phases: two steps, one of which is at the peak, and a part of it.
+  series.push({ name: "pinned", unit: "bytes", levels: pyramid(middle, Float64Array.of(64 * MIB, 96 * MIB)) });
+  const phases = [
+    { t: 0, end: peak.t / 2, depth: 0, text: "step 1" }, { t: peak.t / 2, end, depth: 0, text: "step 2" },
+    { t: peak.t / 2, end: peak.t, depth: 1, text: "forward" },
+  ];
   const failure = { t: peak.t, event: peakEvent, bytes: 3 * GIB, text: [
     "A request of 3 GiB on stream 1 was not met.",
     "Free were 1.2 GiB; the largest extent was 96 MiB.",
@@ -172,10 +180,14 @@ function played({ name, count, end, strings, stacks, blocks, events, recorded })
     address_spans: recorded ? [{ start: "0x7f0000000000", bytes: heap.top, at: 0 }] : [],
     address_height: heap.top, strings, stacks, series,
     blocks, bands: null, markers, markers_left_out: { grow: 12 }, peak,
-    slack: { at: peak.t, live: peak.live, rounding: peak.occupied - peak.live, pending: peak.pending, cached: peak.cached, graphs: null, pinned: null, outside: 400 * MIB },
+    slack: { at: peak.t, live: peak.live, rounding: peak.occupied - peak.live, pending: peak.pending, cached: peak.cached, graphs: null, pinned: 64 * MIB, outside: 400 * MIB },
     fragmentation: { at: peak.t, free: peak.cached, largest_free: Math.floor(peak.cached / 5) },
     holders: holdersOf([...living], blocks, strings, stacks),
-    failures: [failure],
+    phases, failures: [failure, failure, failure, failure], failures_left_out: 296,
+    failure_groups: [
+      { tag: "kv cache", count: 200, least: MIB, most: 3 * GIB, first: peak.t, last: end },
+      { tag: "", count: 100, least: 512, most: 512, first: 0, last: end },
+    ],
   };
   return { run, events };
 }
@@ -275,7 +287,7 @@ function holdersOf(living, blocks, strings, stacks) {
   return {
     tag: by(text("tag")), stream: by(text("stream")), thread: by(text("thread")), kind: by(text("kind")),
     size: by((i) => sizeName(blocks.requested[i])),
-    stack: by(stackName, (i) => ({ stack: blocks.stack[i] })),
+    stack: by(stackName, (i) => ({ stack: blocks.stack[i] })), metadata: by(text("metadata")),
   };
 }
 

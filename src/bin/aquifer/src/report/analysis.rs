@@ -64,8 +64,8 @@ pub(crate) struct RunAnalysis {
     pub(crate) holders: Holders,
     /// The curves that change with each step.
     pub(crate) curves: CurveSet,
-    /// The curves with times of their own, as far as the input tells them: the limit, and what is
-    /// in use outside of the pool.
+    /// The curves with times of their own, as far as the input tells them: the limit, what is in
+    /// use outside of the pool, and pinned host memory.
     pub(crate) sparse: Vec<CurveSet>,
     /// The explained failures.
     pub(crate) failures: Vec<FailureNote>,
@@ -177,9 +177,12 @@ impl RunAnalysis {
             ));
         }
         let outside = history.outside.iter().map(|&(time, bytes)| (time, Some(bytes)));
+        let pinned = history.pinned.iter().flatten().map(|&(time, bytes)| (time, Some(bytes)));
+        let pinned: Vec<_> = pinned.collect();
         let sparse = [
             sparse_curve(Series::Limit, history.limits.iter().copied()),
             sparse_curve(Series::Outside, outside),
+            sparse_curve(Series::Pinned, pinned.into_iter()),
         ];
         let sparse = sparse.into_iter().flatten().collect();
         Self { peak, holders, curves, sparse, failures, failed, live_at_end, notes }
@@ -276,7 +279,7 @@ impl<'a> Ledger<'a> {
             Series::Cached => self.cached().unwrap_or(0),
             Series::Physical => self.physical.unwrap_or(0),
             // Sets of their own.
-            Series::Limit | Series::Outside => 0,
+            Series::Limit | Series::Outside | Series::Pinned => 0,
             Series::Free => self.free.as_ref().map_or(0, ExtentTree::total),
             Series::LargestFree => self.free.as_ref().map_or(0, ExtentTree::largest),
         }

@@ -25,6 +25,8 @@ pub(crate) enum Series {
     Limit,
     /// What the device has in use outside of the pool.
     Outside,
+    /// Pinned host memory, which is not part of the device's.
+    Pinned,
     /// Free bytes between blocks.
     Free,
     /// The largest free extent.
@@ -41,6 +43,7 @@ impl Series {
             Self::Physical => "physical",
             Self::Limit => "limit",
             Self::Outside => "outside",
+            Self::Pinned => "pinned",
             Self::Free => "free",
             Self::LargestFree => "largest_free",
         }

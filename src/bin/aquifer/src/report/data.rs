@@ -11,13 +11,13 @@ use super::{
     selection::BlockSelection,
 };
 use aquifer_formats::{
-    history::{AddressSource, HistoryClock, HistoryMark, MarkKind, MemoryHistory},
+    history::{AddressSource, HistoryClock, HistoryMark, HistoryPhase, MarkKind, MemoryHistory},
     trace::TraceDevice,
 };
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
-/// The most marks of a kind in a page.
+/// The most marks of a kind in a page, and the most phases.
 const MOST_MARKS: usize = 5000;
 
 /// One analysed input.
@@ -176,6 +176,7 @@ fn common(run: &ReportRun) -> Value {
         "address_height": history.address_height,
         "markers": markers,
         "markers_left_out": left_out,
+        "phases": phases(history),
         "peak": peak(&analysis.peak),
         "slack": analysis.slack(),
         "fragmentation": {
@@ -202,6 +203,21 @@ fn peak(peak: &PeakState) -> Value {
         "outside": peak.outside,
         "blocks": peak.blocks,
     })
+}
+
+/// Returns the phases: the outermost and longest, if there are more than a page may have.
+fn phases(history: &MemoryHistory) -> Vec<Value> {
+    let mut phases: Vec<_> = history.phases.iter().collect();
+    phases.sort_by(|a, b| {
+        (a.depth.cmp(&b.depth)).then((b.end - b.begin).total_cmp(&(a.end - a.begin)))
+    });
+    phases.truncate(MOST_MARKS);
+    phases.sort_by(|a, b| a.begin.total_cmp(&b.begin).then(a.depth.cmp(&b.depth)));
+    let row = |phase: &&HistoryPhase| {
+        let text = history.names.get(phase.name);
+        json!({ "t": phase.begin, "end": phase.end, "depth": phase.depth, "text": text })
+    };
+    phases.iter().map(row).collect()
 }
 
 /// Returns the marks, at most as many of a kind as a page may have, and how many of each kind are
@@ -284,6 +300,7 @@ fn describe(
     let mut names =
         |column: &[u32]| -> Vec<u32> { kept().map(|block| texts.name(column[block])).collect() };
     let (stream, thread, tag) = (names(&blocks.stream), names(&blocks.thread), names(&blocks.tag));
+    let metadata = names(&blocks.metadata);
     let stack: Vec<u32> = kept().map(|block| texts.stack(blocks.stack[block])).collect();
     let kind: Vec<u32> =
         kept().map(|block| texts.text(blocks.kind[block].map_or("", |kind| kind.name()))).collect();
@@ -300,6 +317,7 @@ fn describe(
         "tag": arrays.u32s(tag.into_iter()),
         "stack": arrays.u32s(stack.into_iter()),
         "kind": arrays.u32s(kind.into_iter()),
+        "metadata": arrays.u32s(metadata.into_iter()),
     });
     value["bands"] = match &selection.bands {
         None => Value::Null,
@@ -356,4 +374,50 @@ fn series(series: &[Series], levels: &[CurveLevel], arrays: &mut ArrayStore) -> 
         json!({ "name": series.name(), "unit": "bytes", "levels": levels })
     });
     series.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::text;
+    use aquifer_console::progress::ProgressLine;
+
+    #[test]
+    fn phases_and_attached_texts_are_in_the_text_the_json_and_the_page() {
+        let rows = "t_us,op,id,bytes,stream,kind,device,tag\n\
+            0,a,1,10,0,cached,0,step\n2,a,2,30,0,cached,0,forward\n9,f,2,30,0,cached,0,forward\n";
+        let mut history = MemoryHistory::from_reader(rows.as_bytes(), None).unwrap();
+        // Their names are those of the tags.
+        let [step, forward] = [0, 1].map(|block| history.blocks.tag[block]);
+        let phase = |name, begin, end, depth| HistoryPhase { name, begin, end, depth };
+        history.phases = vec![phase(step, 0.0, 9.0, 0), phase(forward, 2.0, 5.0, 1)];
+        history.blocks.metadata = vec![0, step];
+        let analysis = RunAnalysis::of(&history, &mut ProgressLine::on_terminal());
+        let runs = [ReportRun { name: "a.csv".to_owned(), history, analysis }];
+        let header = summary(&runs, &[]);
+        let run = &header["runs"][0];
+        let expected = json!([
+            { "t": 0.0, "end": 9.0, "depth": 0, "text": "step" },
+            { "t": 2.0, "end": 5.0, "depth": 1, "text": "forward" },
+        ]);
+        assert_eq!(run["phases"], expected);
+        let expected = json!([
+            { "name": "step", "bytes": 30, "blocks": 1 }, { "name": "", "bytes": 10, "blocks": 1 },
+        ]);
+        assert_eq!(run["holders"]["metadata"], expected);
+        let text = text::text(&runs);
+        assert!(text.contains("in phase      step > forward\n"), "{text}");
+        assert!(text.contains("at the peak, by metadata\n"), "{text}");
+        let payload = payload(&runs, &[BlockSelection::largest(&runs[0].history, 9, 0)], 0);
+        let length = u32::from_le_bytes(payload[..4].try_into().unwrap()) as usize;
+        let page: Value = serde_json::from_slice(&payload[4..4 + length]).unwrap();
+        assert_eq!(page["runs"][0]["phases"], run["phases"]);
+        let at =
+            4 + length + page["runs"][0]["blocks"]["metadata"]["at"].as_u64().unwrap() as usize;
+        let texts =
+            payload[at..at + 8].as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes));
+        let texts: Vec<_> =
+            texts.map(|text| page["runs"][0]["strings"][text as usize].clone()).collect();
+        assert_eq!(texts, ["", "step"]);
+    }
 }

@@ -1,4 +1,5 @@
-//! Who holds memory at an instant, by tag, size class, stream, thread, kind and call stack.
+//! Who holds memory at an instant, by tag, size class, stream, thread, kind, call stack and the
+//! text that the program attached.
 
 use aquifer_core::Bytes;
 use aquifer_formats::history::MemoryHistory;
@@ -29,12 +30,21 @@ pub(crate) enum HolderGroup {
     Kind,
     /// By call stack.
     Stack,
+    /// By the text that the program attached.
+    Metadata,
 }
 
 impl HolderGroup {
     /// Every grouping.
-    pub(crate) const ALL: [Self; 6] =
-        [Self::Tag, Self::Size, Self::Stream, Self::Thread, Self::Kind, Self::Stack];
+    pub(crate) const ALL: [Self; 7] = [
+        Self::Tag,
+        Self::Size,
+        Self::Stream,
+        Self::Thread,
+        Self::Kind,
+        Self::Stack,
+        Self::Metadata,
+    ];
 
     /// Returns the name in reports.
     pub(crate) fn name(self) -> &'static str {
@@ -45,6 +55,7 @@ impl HolderGroup {
             Self::Thread => "thread",
             Self::Kind => "kind",
             Self::Stack => "stack",
+            Self::Metadata => "metadata",
         }
     }
 
@@ -57,12 +68,15 @@ impl HolderGroup {
             Self::Thread => blocks.thread[block],
             Self::Kind => blocks.kind[block].map_or(0, |kind| kind as u32 + 1),
             Self::Stack => blocks.stack[block],
+            Self::Metadata => blocks.metadata[block],
         }
     }
 
     fn title(self, history: &MemoryHistory, key: u32, block: usize) -> String {
         match self {
-            Self::Tag | Self::Stream | Self::Thread => history.names.get(key).to_owned(),
+            Self::Tag | Self::Stream | Self::Thread | Self::Metadata => {
+                history.names.get(key).to_owned()
+            }
             Self::Size => format!("≤ {}", whole_unit(key)),
             Self::Kind => history.blocks.kind[block].map_or("", |kind| kind.name()).to_owned(),
             Self::Stack => {

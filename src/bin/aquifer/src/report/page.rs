@@ -17,7 +17,7 @@ use std::{
 /// Bytes of a page that a block takes at the least, after compression.
 const LEAST_PER_BLOCK: usize = 12;
 /// Bytes of a block before compression.
-const RAW_PER_BLOCK: usize = 68;
+const RAW_PER_BLOCK: usize = 72;
 /// The most cells of the bands of merged blocks.
 const MOST_CELLS: usize = 1 << 18;
 /// Bytes of a page for each cell.

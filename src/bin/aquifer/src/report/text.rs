@@ -107,12 +107,24 @@ fn describe(run: &ReportRun, holders: usize, alone: bool, lines: &mut Vec<String
         ("physical", peak.physical, "held from the driver"),
         ("limit", peak.limit, "the most that may be held"),
         ("outside", peak.outside, "in use on the device beside that: contexts, others"),
-        ("pinned", peak.pinned.filter(|bytes| *bytes > 0), "pinned host memory at that time"),
+        (
+            "pinned",
+            peak.pinned.filter(|bytes| *bytes > 0),
+            "host memory at that time, not the device's",
+        ),
     ];
     for (name, bytes, remark) in parts {
         if let Some(bytes) = bytes {
             row(lines, name, bytes, remark);
         }
+    }
+    let phases =
+        history.phases.iter().filter(|phase| (phase.begin..=phase.end).contains(&peak.time));
+    let mut phases: Vec<_> = phases.collect();
+    phases.sort_by_key(|phase| phase.depth);
+    if !phases.is_empty() {
+        let names: Vec<_> = phases.iter().map(|phase| history.names.get(phase.name)).collect();
+        lines.push(format!("{:<14}{}", "in phase", names.join(" > ")));
     }
     if let Some((free, largest)) = peak.free {
         row(lines, "free between", free, &format!("{} in one piece", Bytes(largest)));

@@ -207,6 +207,21 @@ fn a_failure_is_explained_by_what_was_free_and_by_the_cheapest_place() {
     assert_eq!(names, ["live", "pending", "cached", "physical", "free", "largest_free"]);
 }
 
+#[test]
+fn pinned_memory_is_a_curve_of_its_own() {
+    let folder = Folder::new();
+    let rows = "0,a,1,10,0,cached,0,,,1\n2,a,2,70,0,pinned,host,,,1\n4,f,2,70,0,pinned,host,,,1\n\
+        5,f,1,10,0,cached,0,,,1\n";
+    let run = &json(&[&folder.file("trace.csv", format!("{WIDE}{rows}"))])["runs"][0];
+    let [curve] = &series_of(run, "pinned")[..] else { panic!("{run}") };
+    assert_eq!(
+        [&curve["first"], &curve["max"], &curve["last"]].map(Value::as_f64),
+        [70.0, 70.0, 0.0].map(Some)
+    );
+    let [live] = &series_of(run, "live")[..] else { panic!("{run}") };
+    assert_eq!(live["max"].as_f64(), Some(10.0));
+}
+
 /// Returns the series of a run that have this name.
 fn series_of(run: &Value, name: &str) -> Vec<Value> {
     let series = run["series"].as_array().expect("series").iter();

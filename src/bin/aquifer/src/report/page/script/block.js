@@ -17,7 +17,7 @@ function showBlockPanel() {
       make("p", {}, "Point at a block, or press an arrow key while the map has the focus. A click keeps the block here."));
     return;
   }
-  const { birth, freed, end, offset, bytes, requested, stream, thread, tag, stack, kind } = run.blocks;
+  const { birth, freed, end, offset, bytes, requested, stream, thread, tag, stack, kind, metadata } = run.blocks;
   const { colour, of } = grouping(run, state.by);
   const step = runLength(run) * 1e-6;
   const ended = Math.min(freed[i], run.end);
@@ -34,6 +34,7 @@ function showBlockPanel() {
     ["Thread", groupName("thread", run.strings[thread[i]])],
     ["Kind", groupName("kind", run.strings[kind[i]])],
   ];
+  if (run.strings[metadata[i]]) facts.push(["Text", plainText(run.strings[metadata[i]])]);
   const list = make("dl");
   for (const [name, value] of facts) {
     list.append(make("dt", {}, name), make("dd", { class: name === "Address" ? "address" : null, dataset: { fact: name } }, value));

@@ -2,13 +2,14 @@
 // lines, the peak, the markers and the instant are drawn over it.
 
 const GUTTER = 74; // left of both plots, so that their time axes are the same
-const LANE = 14; // height of a row of markers
+const LANE = 14; // height of a row of markers or phases
+const PHASE_DEPTHS = 3; // rows of phases, the outermost above
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [14, 5], [4, 2], [1, 4], [8, 3, 2, 3, 2, 3], [5, 2, 1, 2]];
 const SERIES_ORDER = Object.keys(SERIES_WORDS);
 const BYTE_STEPS = Array.from({ length: 56 }, (_, i) => 2 ** i);
 const TIME_STEPS = Array.from({ length: 24 }, (_, i) => [1, 2, 5].map((n) => n * 10 ** (i - 9))).flat();
 
-const curves = { list: [], plot: null, lanes: [] };
+const curves = { list: [], plot: null, lanes: [], depths: 0 };
 const endGutter = () => (byId("curves").clientWidth < 560 ? 58 : 112);
 
 function seriesLook(name, run) {
@@ -35,7 +36,7 @@ function listCurves() {
 // A curve far above all else would flatten the others.
 function shownAtFirst(run, series) {
   if (["requested", "free", "largest_free"].includes(series.name)) return false;
-  if (!["limit", "outside"].includes(series.name)) return true;
+  if (!["limit", "outside", "pinned"].includes(series.name)) return true;
   const most = (name) => greatest(run.series.find((each) => each.name === name));
   return greatest(series) <= 2 * Math.max(most("physical"), most("live"));
 }
@@ -59,13 +60,15 @@ function figureAt(run, series, t) {
 function makeCurves() {
   curves.list = listCurves();
   curves.lanes = MARKER_KINDS.filter((kind) => state.runs.some((run) => run.markers.some((m) => m.kind === kind)));
+  const depth = state.runs.flatMap((run) => run.phases).reduce((most, phase) => Math.max(most, phase.depth + 1), 0);
+  curves.depths = Math.min(depth, PHASE_DEPTHS);
   curves.plot?.destroy();
   const box = byId("curves");
   const axis = axisLook();
   curves.plot = new uPlot({
     width: box.clientWidth,
     height: box.clientHeight,
-    padding: [18 + curves.lanes.length * LANE, endGutter(), 0, 0],
+    padding: [18 + (curves.lanes.length + curves.depths) * LANE, endGutter(), 0, 0],
     legend: { show: false },
     cursor: { drag: { x: true, y: false, setScale: false }, y: false, points: { show: false } },
     scales: {
@@ -165,7 +168,44 @@ function drawOverCurves(plot) {
   context.rect(left - 8 * scale, 0, width + 16 * scale, top + height);
   context.clip();
   drawMarkers(plot, context, scale);
+  drawPhases(plot, context, scale);
   context.restore();
+}
+
+// Phases of the shown run: a row for each depth, directly above the plot, so that their ends stand over the time axis.
+function drawPhases(plot, context, scale) {
+  const run = shownRun();
+  const { left, top, width } = plot.bbox;
+  const place = (t) => Math.min(Math.max(plot.valToPos(toX(run, t), "x", true), left), left + width);
+  context.textAlign = "left";
+  context.lineWidth = scale;
+  for (const { t, end, depth, text } of run.phases) {
+    const [from, to] = [place(t), place(end)];
+    if (depth >= curves.depths || toX(run, end) < state.view.x0 || toX(run, t) > state.view.x1) continue;
+    const y = top + ((depth - curves.depths) * LANE - 4) * scale;
+    const wide = Math.max(to - from, scale);
+    context.fillStyle = themeColour("--raised");
+    context.strokeStyle = themeColour("--line");
+    context.fillRect(from, y, wide, (LANE - 1) * scale);
+    context.strokeRect(from, y, wide, (LANE - 1) * scale);
+    if (wide < 24 * scale) continue;
+    context.save();
+    context.beginPath();
+    context.rect(from, y, wide - 2 * scale, LANE * scale);
+    context.clip();
+    context.fillStyle = themeColour("--text");
+    context.fillText(plainText(text), from + 4 * scale, y + (LANE / 2) * scale);
+    context.restore();
+  }
+}
+
+// The phases at the cursor, else those at the peak.
+function showPhase() {
+  const run = shownRun();
+  const t = state.cursor === null ? run.peak.t : toTime(run, state.cursor);
+  const inside = run.phases.filter((phase) => phase.t <= t && t <= phase.end).sort((a, b) => a.depth - b.depth);
+  byId("phase").hidden = run.phases.length === 0;
+  byId("phase").textContent = `Phase at the ${state.cursor === null ? "peak" : "cursor"}: ${inside.map((phase) => plainText(phase.text)).join(" › ") || "none"}`;
 }
 
 function drawMoment(plot, context, scale, x, colour, dash, text, row) {
@@ -293,9 +333,11 @@ function startCurves() {
   makeCurves();
   showCurvesTable();
   showMarkerLegend();
+  showPhase();
   on("view series", redrawCurves);
   on("cursor view", () => showCursor(curves.plot));
   on("cursor", showCursorFigures);
+  on("cursor run", showPhase);
   on("instant run", () => curves.plot.redraw(false, false));
   on("resize theme", makeCurvesAgain);
 }

@@ -1,12 +1,13 @@
-// Groupings: what a block belongs to by tag, size class, stream, thread, kind or stack, and which
-// colour and pattern a group has. The eleven groups that hold the most have one of their own.
+// Groupings: what a block belongs to by tag, size class, stream, thread, kind, stack or the text that
+// the program attached, and which colour and pattern a group has. The eleven groups that hold the most have one of their own.
 
 const GROUPINGS = [
   ["tag", "tag"], ["size", "size class"], ["stream", "stream"], ["thread", "thread"],
-  ["kind", "kind"], ["stack", "stack"],
+  ["kind", "kind"], ["stack", "stack"], ["metadata", "attached text"],
 ];
 const UNNAMED = {
   tag: "no tag", stream: "no stream", thread: "thread unknown", kind: "kind unknown", stack: "no stack",
+  metadata: "no text",
 };
 const GROUP_COLOURS = 12; // the last one stands for all others
 const OTHERS = GROUP_COLOURS - 1;

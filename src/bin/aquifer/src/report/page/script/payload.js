@@ -124,7 +124,7 @@ function openRun(run, index, arrays) {
   need(isList(run.stacks) && run.stacks.length > 0
     && run.stacks.every((stack) => isList(stack) && stack.every((id) => id < run.strings.length)),
   `the stacks of ${whose} are damaged`);
-  for (const list of ["notes", "devices", "markers", "failures", "series", "address_spans"]) {
+  for (const list of ["notes", "devices", "markers", "phases", "failures", "series", "address_spans"]) {
     run[list] ??= [];
     need(isList(run[list]), `the list ${list} of ${whose} is damaged`);
   }
@@ -134,6 +134,9 @@ function openRun(run, index, arrays) {
     `${whose} has no peak`);
   for (const marker of run.markers) {
     need(Number.isFinite(marker?.t) && isText(marker.kind), `a marker of ${whose} is damaged`);
+  }
+  for (const phase of run.phases) {
+    need(isCount(phase?.t) && phase.end >= phase.t && isCount(phase.depth) && isText(phase.text), `a phase of ${whose} is damaged`);
   }
   for (const failure of run.failures) {
     need(isList(failure?.text) && failure.text.every(isText), `a failure of ${whose} is damaged`);
@@ -175,7 +178,7 @@ function openSeries(series, whose, arrays) {
 
 const BLOCK_TIMES = ["birth", "freed", "end"];
 const BLOCK_SIZES = ["offset", "bytes", "requested"];
-const BLOCK_IDS = ["stream", "thread", "tag", "stack", "kind"];
+const BLOCK_IDS = ["stream", "thread", "tag", "stack", "kind", "metadata"];
 
 function openBlocks(run, whose, arrays) {
   const what = `the blocks of ${whose}`;

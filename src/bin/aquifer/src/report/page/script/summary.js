@@ -13,7 +13,7 @@ function showHead() {
   byId("foot").textContent = `Written by ${plainText(state.header.product ?? "aquifer")}. This file needs no network.`;
 }
 
-const FORMAT_WORDS = { events: "event trace", rmm: "RMM log", snapshot: "PyTorch snapshot", made: "made workload" };
+const FORMAT_WORDS = { events: "event trace", rmm: "RMM log", raft: "RAFT log", minimalloc: "minimalloc problem", snapshot: "PyTorch snapshot", made: "made workload" };
 
 function factsText(run, index) {
   const device = run.device === null || run.device === undefined ? null
@@ -66,14 +66,15 @@ const SLACK_PARTS = [
   ["pending", "pending", "freed, but still in use by another stream"],
   ["cached", "cached", "free, and kept for the next request"],
   ["graphs", "graphs", "kept by captured graphs"],
-  ["pinned", "pinned", "pinned host memory that was live then, beside the device"],
+  ["pinned", "pinned", "pinned host memory that was live then, not part of the device’s"],
   ["outside", "outside", "taken by others on the device: contexts, libraries"],
 ];
 
 function showSlack() {
   const run = shownRun();
   const { slack } = run;
-  const known = SLACK_PARTS.filter(([key]) => isCount(slack[key]));
+  // Pinned memory is the host's, so it has no share of the device's.
+  const known = SLACK_PARTS.filter(([key]) => isCount(slack[key]) && key !== "pinned");
   const whole = known.reduce((sum, [key]) => sum + slack[key], 0);
   const bar = byId("slack-bar");
   fill(bar, ...known.map(([key, name]) => {
@@ -94,10 +95,10 @@ function showSlack() {
     columns: [
       { key: "name", label: "Part", cell: (row) => make("span", {}, swatch(row.colour), row.name) },
       bytesColumn("bytes", "Bytes"),
-      { key: "share", label: "Share", number: true, text: (share) => shareText(share, 1) },
+      { key: "share", label: "Share", number: true, text: (share) => (share === null ? "–" : shareText(share, 1)) },
       { key: "meaning", label: "What it is", wide: true },
     ],
-    rows: rows.filter((row) => row.bytes !== null).map((row) => ({ ...row, share: row.bytes / Math.max(whole, 1) })),
+    rows: rows.filter((row) => row.bytes !== null).map((row) => ({ ...row, share: row.key === "pinned" ? null : row.bytes / Math.max(whole, 1) })),
   }), unknown.length > 0 ? make("p", { class: "facts" }, `The input does not tell: ${unknown.join(", ")}.`) : null);
   showFragmentation(run);
 }

@@ -92,6 +92,7 @@ const SERIES_WORDS = {
   free: ["free", "free bytes inside of what was taken"],
   largest_free: ["largest free extent", "the largest request that would fit now"],
   outside: ["outside", "in use on the device beside that: contexts, libraries, other programs"],
+  pinned: ["pinned (host)", "pinned host memory, which is not part of the device’s"],
 };
 
 const seriesLabel = (name) => (SERIES_WORDS[name] ?? [name])[0];
