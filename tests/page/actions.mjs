@@ -251,6 +251,10 @@ async function checkMarkers({ checks, page, run }) {
   checks.holds(words.includes(`${grown} growths`), `${grown} growths in “${words}”`);
   const failure = await textOf(page, "#failures-list");
   checks.holds(run.failures[0].text.every((line) => failure.includes(line)), `the failure is explained: ${failure}`);
+  checks.equal(await page.$$eval(".failure", (all) => all.length), 3, "failures that are explained");
+  const failed = (await rowsOf(page, "#failures-table")).map((row) => row.slice(0, 4));
+  const groups = run.failure_groups.map(({ tag, count, least, most }) => [tag || "no tag", count, least, most]);
+  checks.equal(failed, groups, "all failures by tag");
   const shapes = await page.$$eval("#marker-legend polygon", (all) => new Set(all.map((each) => each.getAttribute("points"))).size);
   checks.equal(shapes, new Set(run.markers.map((marker) => marker.kind)).size, "each kind of marker has a shape of its own");
   await page.click("#failures-list button");

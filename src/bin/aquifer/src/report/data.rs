@@ -7,6 +7,7 @@
 use super::{
     analysis::{PeakState, RunAnalysis},
     curves::{CurveLevel, Series},
+    failure::{self, FailureGroup},
     holders,
     selection::BlockSelection,
 };
@@ -186,6 +187,7 @@ fn common(run: &ReportRun) -> Value {
         },
         "failures": analysis.failures.iter().map(|failure| failure.to_json()).collect::<Vec<_>>(),
         "failures_left_out": analysis.failed - analysis.failures.len(),
+        "failure_groups": failure::groups(history).iter().map(FailureGroup::to_json).collect::<Vec<_>>(),
         "live_at_end": analysis.live_at_end,
     })
 }

@@ -3,9 +3,9 @@
 
 use super::holders::{HolderGroup, group};
 use aquifer_core::Bytes;
-use aquifer_formats::history::{AddressSource, ExtentTree, HistoryMark, MemoryHistory};
+use aquifer_formats::history::{AddressSource, ExtentTree, HistoryMark, MarkKind, MemoryHistory};
 use serde_json::{Value, json};
-use std::ops::Range;
+use std::{cmp::Reverse, collections::HashMap, ops::Range};
 
 /// Holders that a line names.
 const NAMED: usize = 3;
@@ -35,6 +35,55 @@ pub(crate) struct FailureState<'a> {
     pub(crate) held: &'a [u32],
     /// The freed blocks whose last use is not over.
     pub(crate) lingering: &'a [u32],
+}
+
+impl FailureState<'_> {
+    /// Returns the line on pending bytes that would have been enough with the `free` ones.
+    fn pending_line(&self, free: u64) -> Option<String> {
+        let wanted = self.mark.bytes;
+        (free < wanted && self.pending.saturating_add(free) >= wanted).then(|| {
+            "what was pending would have been enough: freed, but a stream still used it".to_owned()
+        })
+    }
+}
+
+/// The failed requests for one tag.
+#[derive(Debug)]
+pub(crate) struct FailureGroup<'a> {
+    /// The tag. Empty for none.
+    pub(crate) tag: &'a str,
+    /// Their number.
+    pub(crate) count: u64,
+    /// The smallest and the largest request.
+    bytes: [u64; 2],
+    /// The times of the first and the last.
+    times: [f64; 2],
+}
+
+impl FailureGroup<'_> {
+    /// Returns the JSON form.
+    pub(crate) fn to_json(&self) -> Value {
+        let Self { tag, count, bytes: [least, most], times: [first, last] } = self;
+        json!({
+            "tag": tag, "count": count, "least": least, "most": most, "first": first, "last": last,
+        })
+    }
+}
+
+/// Groups all failed requests by tag, the largest group first.
+pub(crate) fn groups(history: &MemoryHistory) -> Vec<FailureGroup<'_>> {
+    let mut groups: HashMap<u32, FailureGroup<'_>> = HashMap::new();
+    for mark in history.marks.iter().filter(|mark| mark.kind == MarkKind::Fail) {
+        let (bytes, times) = ([mark.bytes; 2], [mark.time; 2]);
+        let tag = history.names.get(mark.text);
+        let group = groups.entry(mark.text).or_insert(FailureGroup { tag, count: 0, bytes, times });
+        group.count += 1;
+        group.bytes = [group.bytes[0].min(mark.bytes), group.bytes[1].max(mark.bytes)];
+        group.times[1] = mark.time;
+    }
+    let mut groups: Vec<_> = groups.into_values().collect();
+    groups.sort_by_key(|group| (Reverse(group.count), group.tag));
+    groups
 }
 
 /// A failed request and its explanation.
@@ -79,7 +128,8 @@ impl FailureNote {
                 Bytes(largest)
             ));
             text.push(if largest >= mark.bytes {
-                "one free piece was large enough: a limit or a rule refused, not the space"
+                "one free piece was large enough: a limit, a rule or work of another stream stood \
+                 in the way, not the space"
                     .to_owned()
             } else if total >= mark.bytes {
                 format!(
@@ -95,6 +145,7 @@ impl FailureNote {
                     short => format!("{} more would have had to be free", Bytes(short)),
                 }
             });
+            text.extend(state.pending_line(total));
             if largest < mark.bytes {
                 text.push(cheapest(history, state));
             }
@@ -103,6 +154,7 @@ impl FailureNote {
         {
             let short = mark.bytes - cached;
             text.push(format!("{} more would have had to be free or mapped", Bytes(short)));
+            text.extend(state.pending_line(cached));
         }
         text.extend(held_by(history, "most was held by", state.held));
         if state.pending > 0 {

@@ -2,6 +2,7 @@
 
 use super::{
     data::ReportRun,
+    failure,
     holders::{Holder, HolderGroup, signed},
 };
 pub(crate) use aquifer_console::foreign::printable;
@@ -153,7 +154,16 @@ fn describe(run: &ReportRun, holders: usize, alone: bool, lines: &mut Vec<String
         lines.extend(shown);
     }
     if analysis.failed > FAILURES && alone {
-        lines.push(format!("  {} failed in all", Of(analysis.failed as u64, "request")));
+        let groups: Vec<_> = failure::groups(history)
+            .iter()
+            .take(HOLDERS)
+            .map(|group| match group.tag {
+                "" => format!("{} untagged", Count(group.count)),
+                tag => format!("{} for {tag}", Count(group.count)),
+            })
+            .collect();
+        let all = Of(analysis.failed as u64, "request");
+        lines.push(format!("  {all} failed in all: {}", groups.join(", ")));
     }
     for by in HolderGroup::ALL {
         let all = analysis.holders.by(by);

@@ -208,6 +208,51 @@ fn a_failure_is_explained_by_what_was_free_and_by_the_cheapest_place() {
 }
 
 #[test]
+fn pending_memory_is_named_where_it_would_have_been_enough() {
+    let folder = Folder::new();
+    let mib = 1 << 20;
+    let rows = format!(
+        "{WIDE}0,g,0,{0},0,cached,0,,,1\n1,a,1,{1},0,cached,0,,,1\n2,a,2,{2},0,cached,0,,,1\n\
+         3,f,2,{2},0,cached,0,,,1\n4,x,0,{2},0,cached,0,,,1\n5,x,0,{0},0,cached,0,,,1\n",
+        8 * mib,
+        3 * mib,
+        4 * mib
+    );
+    let value = json(&[&folder.file("trace.csv", rows)]);
+    let lines = |place: usize| value["runs"][0]["failures"][place]["text"].to_string();
+    let have = "live 3.00 MiB in 1 blocks, pending 4.00 MiB, cached 1.00 MiB of 8.00 MiB physical";
+    let enough = "what was pending would have been enough: freed, but a stream still used it";
+    assert!(lines(0).contains(have) && lines(0).contains(enough), "{value}");
+    assert!(lines(1).contains(have) && !lines(1).contains(enough), "{value}");
+}
+
+#[test]
+fn hundreds_of_failures_are_counted_by_tag() {
+    let folder = Folder::new();
+    let mut rows = fragmented();
+    for n in 0..300 {
+        let tag = if n % 3 == 0 { "logits" } else { "" };
+        rows += &format!("{},x,0,{},0,cached,0,{tag},,1\n", 50 + n, (9 + n) << 20);
+    }
+    let input = folder.file("trace.csv", rows);
+    let run = &json(&[&input])["runs"][0];
+    let rows = [("", 200, 10, 308, 21, 319), ("logits", 100, 9, 306, 20, 317)];
+    let rows = rows.map(|(tag, count, least, most, first, last)| {
+        serde_json::json!({
+            "tag": tag, "count": count, "least": least << 20, "most": most << 20,
+            "first": f64::from(30 + first), "last": f64::from(30 + last),
+        })
+    });
+    let groups = run["failure_groups"].as_array().expect("groups");
+    assert_eq!(groups[..2], rows);
+    assert_eq!((groups.len(), &groups[2]["tag"]), (3, &"activations".into()));
+    assert!(run["failures"].as_array().is_some_and(|failures| failures.len() < 40));
+    let said = text(&report([&input]).stdout);
+    let line = "  301 requests failed in all: 200 untagged, 100 for logits, 1 for activations";
+    assert!(said.lines().any(|each| each == line), "{said}");
+}
+
+#[test]
 fn pinned_memory_is_a_curve_of_its_own() {
     let folder = Folder::new();
     let rows = "0,a,1,10,0,cached,0,,,1\n2,a,2,70,0,pinned,host,,,1\n4,f,2,70,0,pinned,host,,,1\n\

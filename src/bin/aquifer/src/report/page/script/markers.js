@@ -1,7 +1,7 @@
 // Failed requests with what explains them, and a list of all markers.
 
 const MOST_MARKERS = 200;
-const MOST_FAILURES = 20;
+const MOST_FAILURES = 3; // that are explained; a table has all
 
 function startMarkers() {
   showFailures();
@@ -20,11 +20,24 @@ function jumpTo(t, index = state.run) {
 
 function showFailures() {
   byId("failures").hidden = state.runs.every((run) => run.failures.length === 0);
-  fill(byId("failures-list"), ...state.runs.flatMap((run, index) => {
-    const left = failedRequests(run) - Math.min(run.failures.length, MOST_FAILURES);
-    return [...run.failures.slice(0, MOST_FAILURES).map((failure) => failureArticle(run, index, failure)),
-      left > 0 ? make("p", {}, `${plural(left, "further request")}${ofRun(index)} failed; the list of events has them.`) : null];
-  }));
+  fill(byId("failures-list"), ...state.runs.flatMap((run, index) =>
+    run.failures.slice(0, MOST_FAILURES).map((failure) => failureArticle(run, index, failure))));
+  fill(byId("failures-table"), ...state.runs.filter((run) => failedRequests(run) > MOST_FAILURES).map(failuresTable));
+}
+
+function failuresTable(run) {
+  const index = state.runs.indexOf(run);
+  const time = (key, label) => ({ key, label, number: true, text: (t) => timeText(t, run.clock, runLength(run) * 1e-4) });
+  return sortableTable({
+    label: "All failed requests",
+    caption: `All ${plural(failedRequests(run), "failed request")}${ofRun(index)}, by tag`,
+    columns: [
+      { key: "tag", label: "Tag", text: (tag) => groupName("tag", tag) }, countColumn("count", "Requests"),
+      bytesColumn("least", "Smallest"), bytesColumn("most", "Largest"), time("first", "First"), time("last", "Last"),
+      { key: "at", label: "Place", cell: ({ first }) => make("button", { type: "button", class: "link", onclick: () => jumpTo(first, index) }, "show") },
+    ],
+    rows: run.failure_groups,
+  });
 }
 
 function failureArticle(run, index, failure) {

@@ -124,7 +124,7 @@ function openRun(run, index, arrays) {
   need(isList(run.stacks) && run.stacks.length > 0
     && run.stacks.every((stack) => isList(stack) && stack.every((id) => id < run.strings.length)),
   `the stacks of ${whose} are damaged`);
-  for (const list of ["notes", "devices", "markers", "phases", "failures", "series", "address_spans"]) {
+  for (const list of ["notes", "devices", "markers", "phases", "failures", "failure_groups", "series", "address_spans"]) {
     run[list] ??= [];
     need(isList(run[list]), `the list ${list} of ${whose} is damaged`);
   }
