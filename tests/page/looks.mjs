@@ -3,7 +3,7 @@
 import { join } from "node:path";
 import { OUT, close, open, settle } from "./browser.mjs";
 
-const WIDTHS = [360, 820, 1440];
+const WIDTHS = [360, 820, 1280, 1440];
 
 export async function checkLooks(checks, browser, path, name) {
   for (const width of WIDTHS) {
@@ -12,6 +12,8 @@ export async function checkLooks(checks, browser, path, name) {
       const { page } = opened;
       const wide = await page.evaluate(() => document.documentElement.scrollWidth);
       checks.equal(wide, width, `${name} at ${width} px fits`);
+      const table = await page.$eval("#curves-table", (each) => [each.scrollWidth, each.scrollHeight].map((size, i) => size - [each.clientWidth, each.clientHeight][i]));
+      checks.holds(table.every((hidden) => hidden <= 0), `${name} at ${width} px shows all of the table of curves, but for ${table}`);
       const theme = await page.evaluate(() => document.documentElement.dataset.theme);
       checks.equal(theme, scheme, `${name} goes by the system's scheme`);
       await page.focus("#map");
