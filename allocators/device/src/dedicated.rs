@@ -643,29 +643,6 @@ impl DedicatedPool {
         }
     }
 
-    /// Records that the owner has freed the steps in `ranges`, and their completion if no other
-    /// stream uses them.
-    pub(crate) fn report_decommit(
-        &self,
-        ranges: impl IntoIterator<Item = (u64, u64)>,
-        step: u64,
-        stream: u32,
-        completed: bool,
-        tag: Tag,
-    ) {
-        if self.recorder.is_none() {
-            return;
-        }
-        for (start, bytes) in ranges {
-            for address in (start..start + bytes).step_by(step as usize) {
-                self.report(BlockKind::Reserved, Action::Free, stream, address, step, tag);
-                if completed {
-                    self.report(BlockKind::Reserved, Action::Complete, stream, address, step, tag);
-                }
-            }
-        }
-    }
-
     /// Counts committed elements.
     pub(crate) fn record_commit(&self, new: u64, again: u64, tag: Tag) {
         self.update_usage(|a| {

@@ -310,16 +310,12 @@ impl<T: Pod> Reserved<T> {
         for &(address, bytes) in &ranges {
             dedicated.notify_observer(self.block.generation(), address, bytes, owner);
         }
-        dedicated.report_decommit(
-            ranges,
-            step,
-            self.stream.number(),
-            users.is_empty(),
-            self.block.tag(),
-        );
+        let (stream, tag) = (self.stream.number(), self.block.tag());
+        let completes =
+            dedicated.report_freed(&self.span, BlockKind::Reserved, (ranges, step), stream, tag);
         let work = PartsWork::new(&owner_stream, uses);
         work.fence_at_once();
-        self.span.retire(slots, work);
+        self.span.retire(slots, work, completes.map(|completes| Box::new(vec![completes])));
         dedicated.enqueue_retiring(&self.span);
         Ok(bytes)
     }

@@ -2,12 +2,12 @@
 
 use super::{DedicatedPool, Span};
 use crate::{
-    base::{driver::owner_of_freed, pending::DeferredFree},
+    base::{driver::owner_of_freed, extent::AttachedValue, pending::DeferredFree},
     block::ReleaseBlock,
     physical::handle::Handle,
 };
 use aquifer_core::{Action, Tag, event::BlockKind, panics::Contained};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// Releases a block that has a span of its own.
 pub(crate) struct SpanRelease {
@@ -19,27 +19,57 @@ pub(crate) struct SpanRelease {
     pub(crate) tag: Tag,
 }
 
-/// Records the completion of a block when it is dropped.
+/// Freed blocks of the same size, one behind the other in each range, whose completions are
+/// recorded when this is dropped.
+#[derive(Debug)]
 struct CompleteOnDrop {
-    dedicated: std::sync::Weak<DedicatedPool>,
+    dedicated: Weak<DedicatedPool>,
+    span: Weak<Span>,
+    kind: BlockKind,
     stream: u32,
-    address: u64,
+    ranges: Vec<(u64, u64)>,
     bytes: u64,
     tag: Tag,
 }
 
+impl CompleteOnDrop {
+    fn report(&self, dedicated: &DedicatedPool, action: Action, which: impl Fn(u64) -> bool) {
+        for &(start, bytes) in &self.ranges {
+            let blocks = (0..bytes / self.bytes.max(1)).map(|place| start + place * self.bytes);
+            for address in blocks.filter(|address| which(*address)) {
+                dedicated.report(self.kind, action, self.stream, address, self.bytes, self.tag);
+            }
+        }
+    }
+}
+
 impl Drop for CompleteOnDrop {
     fn drop(&mut self) {
-        if let Some(dedicated) = self.dedicated.upgrade() {
-            dedicated.report(
-                BlockKind::Stable,
-                Action::Complete,
-                self.stream,
-                self.address,
-                self.bytes,
-                self.tag,
-            );
-        }
+        let Some(dedicated) = self.dedicated.upgrade() else { return };
+        let span = self.span.upgrade();
+        // What was committed again is a block of its own.
+        let is_over = |address| span.as_ref().is_none_or(|span| !span.has_memory_at(address));
+        self.report(&dedicated, Action::Complete, is_over);
+    }
+}
+
+impl DedicatedPool {
+    /// Records that their owner has freed the blocks of `bytes` bytes in `ranges` of a span. The
+    /// returned value records their completion when it is dropped. Keep it until their memory is
+    /// free.
+    pub(crate) fn report_freed(
+        self: &Arc<Self>,
+        span: &Arc<Span>,
+        kind: BlockKind,
+        (ranges, bytes): (Vec<(u64, u64)>, u64),
+        stream: u32,
+        tag: Tag,
+    ) -> Option<AttachedValue> {
+        self.recorder.as_ref()?;
+        let (dedicated, span) = (Arc::downgrade(self), Arc::downgrade(span));
+        let blocks = CompleteOnDrop { dedicated, span, kind, stream, ranges, bytes, tag };
+        blocks.report(self, Action::Free, |_| true);
+        Some(Contained::new(Box::new(blocks)))
     }
 }
 
@@ -65,19 +95,12 @@ impl ReleaseBlock for SpanRelease {
             }
         });
         let (mut until_free, stream) = (block.until_free, block.timeline.number());
-        if let (Some(bytes), tag) = (*block_bytes, *tag) {
-            dedicated.report(BlockKind::Stable, Action::Free, stream, block.address, bytes, tag);
-            if dedicated.recorder.is_some() {
-                let dedicated = Arc::downgrade(dedicated);
-                let completes =
-                    CompleteOnDrop { dedicated, stream, address: block.address, bytes, tag };
-                until_free
-                    .get_or_insert_default()
-                    .push(Contained::new(Box::new(completes) as Box<_>));
-            }
-        }
-        if block_bytes.is_none() {
-            dedicated.report_decommit(span.ranges(), span.slot, stream, users.is_empty(), *tag);
+        let (kind, ranges, bytes) = match *block_bytes {
+            Some(bytes) => (BlockKind::Stable, vec![(block.address, bytes)], bytes),
+            None => (BlockKind::Reserved, span.ranges().into_iter().collect(), span.slot),
+        };
+        if let Some(completes) = dedicated.report_freed(span, kind, (ranges, bytes), stream, *tag) {
+            until_free.get_or_insert_default().push(completes);
         }
         block.work.fence_at_once();
         span.retire_whole(block.work.into_parts(), until_free);

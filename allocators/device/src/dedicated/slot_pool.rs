@@ -189,7 +189,7 @@ impl DedicatedPool {
         // Accounted before another thread can unmap them.
         self.slot_pool_retired(removed.len() as u64 * span.slot);
         for &slot in &removed {
-            span.retire(slot..slot + 1, PartsWork::default());
+            span.retire(slot..slot + 1, PartsWork::default(), None);
         }
         removed
     }

@@ -385,14 +385,23 @@ impl Span {
         self.state().retiring.push(RetiringSlots { slots, work, until_free: None });
     }
 
-    /// Makes the mapped slots of a range retiring.
-    pub(crate) fn retire(&self, slots: Range<u64>, work: PartsWork) {
+    /// Returns whether the slot at an address has memory, in use or retiring.
+    pub(super) fn has_memory_at(&self, address: u64) -> bool {
+        let slot = address.saturating_sub(self.address) / self.slot;
+        let state = self.state();
+        let retiring = state.retiring.iter().flat_map(|retiring| &retiring.slots);
+        state.mapped.contains_key(&slot) || retiring.map(|(slot, _)| *slot).any(|each| each == slot)
+    }
+
+    /// Makes the mapped slots of a range retiring. `until_free` is dropped when their memory is
+    /// free.
+    pub(crate) fn retire(&self, slots: Range<u64>, work: PartsWork, until_free: UntilFree) {
         let mut state = self.state();
         let rest = state.mapped.split_off(&slots.end);
         let these = state.mapped.split_off(&slots.start);
         state.mapped.extend(rest);
         let slots = these.into_iter().collect();
-        state.retiring.push(RetiringSlots { slots, work, until_free: None });
+        state.retiring.push(RetiringSlots { slots, work, until_free });
     }
 
     /// Makes all mapped slots retiring, and closes the span.

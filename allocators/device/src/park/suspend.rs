@@ -118,7 +118,7 @@ impl TaggedMemory for ParkablePool {
             report.saved += state.saved.iter().map(SavedPiece::bytes).sum::<u64>();
             let held = self.span.charged_bytes();
             self.dedicated.slot_pool_retired(held);
-            self.span.retire(0..u64::MAX, PartsWork::default());
+            self.span.retire(0..u64::MAX, PartsWork::default(), None);
             state.phase = Phase::Parked;
             (over, dropped, held, events)
         };
@@ -163,7 +163,7 @@ impl TaggedMemory for ParkablePool {
     fn unmap_again(&self, taken: u64) {
         self.state().notify_parked(self);
         self.dedicated.slot_pool_retired(taken);
-        self.span.retire(0..u64::MAX, PartsWork::default());
+        self.span.retire(0..u64::MAX, PartsWork::default(), None);
         // A refusal is retried by the next caller that reaps. Otherwise the next resume uses what
         // is still mapped.
         let _ = self.dedicated.reap_span(&self.span);

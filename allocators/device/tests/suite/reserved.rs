@@ -4,14 +4,14 @@
 #![expect(clippy::single_range_in_vec_init, reason = "one range is what is meant")]
 
 use crate::support::{self, MIB, Rig};
-use aquifer_core::MemoryError;
+use aquifer_core::{Action, Event, MemoryError, Recorder, event::RingSink};
 use aquifer_device::{DevicePool, Request, Reserved};
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange,
     sim::{DeviceConfig, Sim, SimConfig, ViolationKind},
 };
 use aquifer_stream::Stream;
-use std::{ops::Range, time::Duration};
+use std::{ops::Range, sync::Arc, time::Duration};
 
 const STEP: usize = 2 << 20;
 
@@ -147,7 +147,60 @@ fn decommit_never_waits_and_unmaps_only_after_the_work_is_done() {
     rig.assert_silent();
 }
 
-/// The control for the test above, without the wait.
+#[test]
+fn a_decommitted_step_is_recorded_as_done_when_its_memory_is_free() {
+    let ring = Arc::new(RingSink::new(64));
+    let rig = Rig::on(Sim::h200(1).stepped(), 32, |config| {
+        config.recorder = Some(Arc::new(Recorder::new(ring.clone())));
+    });
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut r = rig.pool.reserve::<u8>(&s, 4 * STEP).unwrap();
+    r.commit_to(4 * STEP).unwrap();
+    fill(&s, &mut r, 0..4 * STEP, 1);
+    // What is allocated, and what is freed and not done.
+    let recorded = || {
+        let (mut live, mut pending) = (0, 0);
+        for Event { action, bytes, .. } in ring.kept() {
+            match action {
+                Action::Allocate => live += bytes,
+                Action::Free => (live, pending) = (live - bytes, pending + bytes),
+                Action::Complete => pending -= bytes,
+                _ => {}
+            }
+        }
+        (live, pending)
+    };
+    let counted = || {
+        let stats = rig.pool.stats();
+        (stats.live, stats.pending)
+    };
+    // By its own stream alone, and by another one too.
+    r.decommit(3 * STEP..4 * STEP).unwrap();
+    u.fill(&mut r.slice_mut(STEP..2 * STEP).unwrap(), 2).unwrap();
+    r.decommit(STEP..2 * STEP).unwrap();
+    assert_eq!((recorded(), counted()), ((4 * MIB, 4 * MIB), (4 * MIB, 4 * MIB)));
+    s.synchronize().unwrap();
+    u.synchronize().unwrap();
+    rig.pool.trim(u64::MAX).unwrap();
+    assert_eq!((recorded(), counted()), ((4 * MIB, 0), (4 * MIB, 0)));
+    // A step that is committed again before its memory is free is a block of its own.
+    fill(&s, &mut r, 0..STEP, 3);
+    r.decommit(0..STEP).unwrap();
+    r.commit_to(STEP).unwrap();
+    s.synchronize().unwrap();
+    rig.pool.trim(u64::MAX).unwrap();
+    let done = || ring.kept().iter().filter(|event| event.action == Action::Complete).count();
+    assert_eq!((done(), counted()), (2, (4 * MIB, 0)));
+    fill(&s, &mut r, 0..STEP, 3);
+    drop(r);
+    assert_eq!(counted(), (0, 4 * MIB));
+    s.synchronize().unwrap();
+    rig.pool.trim(u64::MAX).unwrap();
+    assert_eq!((done(), counted()), (4, (0, 0)));
+    rig.assert_silent();
+}
+
+/// The control for `decommit_never_waits_and_unmaps_only_after_the_work_is_done`, without the wait.
 #[test]
 #[expect(unsafe_code, reason = "breaks the promise on purpose")]
 fn an_unmap_under_queued_work_is_reported() {
@@ -376,8 +429,8 @@ fn a_commit_in_one_thread_and_a_trim_in_another_never_lose_memory() {
         let mut r = rig.pool.reserve::<u8>(&s, 8 * STEP).unwrap();
         std::thread::scope(|scope| {
             let pool = rig.pool.clone();
-            let done = std::sync::Arc::new(());
-            let running = std::sync::Arc::downgrade(&done);
+            let done = Arc::new(());
+            let running = Arc::downgrade(&done);
             scope.spawn(move || {
                 while running.strong_count() > 0 {
                     pool.trim(u64::MAX).unwrap();

@@ -280,7 +280,7 @@ impl TaggedMemory for GraphMemory {
             let dropped = state.retain_saved(contents.pieces);
             report.saved += state.saved.iter().map(SavedPiece::bytes).sum::<u64>();
             self.dedicated.slot_pool_retired(held);
-            span.retire(0..u64::MAX, PartsWork::default());
+            span.retire(0..u64::MAX, PartsWork::default(), None);
             state.physical = 0;
             state.phase = Phase::Parked;
             (over, dropped, held, events)
@@ -328,7 +328,7 @@ impl TaggedMemory for GraphMemory {
         self.notify_blocks(&self.state(), |_| Ownership::Free);
         self.record_mapped(&span.ranges(), taken, taken, false);
         self.dedicated.slot_pool_retired(taken);
-        span.retire(0..u64::MAX, PartsWork::default());
+        span.retire(0..u64::MAX, PartsWork::default(), None);
         // A refusal is retried by the next caller that reaps. Otherwise the next resume uses what
         // is still mapped.
         let _ = self.dedicated.reap_span(span);
