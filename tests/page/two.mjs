@@ -38,6 +38,26 @@ export async function checkTwoRuns(checks, browser) {
   const of = curves.findIndex(([run, series]) => run === "1" && series === "live");
   checks.equal((await rowsOf(page, "#curves-table"))[of][1], runs[1].peak.live, "p leads to its peak");
   await close(opened, checks, "two runs");
+  await checkDevices(checks, browser, runs);
+}
+
+// Two runs of each of two devices: one pair is shown at a time.
+async function checkDevices(checks, browser, runs) {
+  const others = [3, 4].map((seed) => ({ ...madeRun({ name: `${seed}.csv`, blocks: 300, seed }), device: "1" }));
+  const path = join(OUT, "devices.html");
+  writeFileSync(path, pageOf(madeHeader(...runs, ...others)));
+  const opened = await open(browser, path);
+  const { page } = opened;
+  const peaks = () => page.$$eval("#key-figure strong", (all) => all.map((each) => Number(each.dataset.peak)));
+  checks.equal(await page.$$eval("#device option", (all) => all.map((each) => each.textContent)), ["0", "1"], "devices on offer");
+  checks.equal(await peaks(), runs.map((run) => run.peak.live), "the first device is shown at first");
+  await page.selectOption("#device", "1");
+  const [first] = others.map((run) => String(run.peak.live));
+  await page.waitForFunction((live) => document.querySelector("#key-figure strong")?.dataset.peak === live, first);
+  checks.equal(await peaks(), others.map((run) => run.peak.live), "the other device is shown");
+  const { difference } = await dataOf(page, "#comparison-words");
+  checks.equal(Number(difference), others[1].peak.live - others[0].peak.live, "its difference too");
+  await close(opened, checks, "two devices");
 }
 
 export async function checkComparison(checks, page, { comparisons: [comparison] }) {
