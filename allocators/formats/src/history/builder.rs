@@ -311,8 +311,8 @@ impl HistoryBuilder {
             a.begin.total_cmp(&b.begin).then((a.depth, a.name).cmp(&(b.depth, b.name)))
         });
         let mut notes = Vec::new();
-        // The recorder of this library, which names kinds, and PyTorch's write completions: what has
-        // none is still in use.
+        // The recorder of this library, which names kinds, and PyTorch's write completions: a block
+        // without one is still in use.
         if format == TraceFormat::Events && !facts.tells_kinds && self.free_at_once() {
             notes.push(
                 "the input has no completions: freed bytes count as reusable at once".to_owned(),
