@@ -177,9 +177,9 @@ fn samples_of_raft_have_the_levels_and_peaks_that_were_logged_and_the_ranges_as_
     for (step, row) in trace.steps.iter().zip(rows) {
         let bytes = trace.blocks[step.block as usize].bytes;
         if step.action == TraceAction::Allocate {
-            live += bytes
+            live += bytes;
         } else {
-            live -= bytes
+            live -= bytes;
         };
         levels.insert(row, live);
     }
@@ -254,7 +254,7 @@ fn a_log_with_any_byte_changed_or_missing_is_read_or_refused_alike() {
                         read += 1;
                     }
                     (Err(trace), Err(history)) => {
-                        assert!(!trace.to_string().is_empty() && !history.to_string().is_empty())
+                        assert!(!trace.to_string().is_empty() && !history.to_string().is_empty());
                     }
                     // A history of pinned memory alone is one.
                     (Err(_), Ok(history)) => assert!(

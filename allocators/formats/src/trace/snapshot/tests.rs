@@ -199,7 +199,7 @@ fn pinned_memory_of_a_snapshot_is_not_replayed_and_is_named() {
         read.notes,
         [
             "passed over: events of unknown actions (1)",
-            "2 blocks of pinned host memory in the trace are not replayed"
+            "2 blocks of pinned host memory in the trace are left out"
         ]
     );
     let said = Trace::read(&file("pinned.pickle"), None).unwrap_err().to_string();
