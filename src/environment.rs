@@ -10,8 +10,8 @@
 //!   GPU](crate::RuntimeBuilder::or_sim) is reported once on standard error, with the reason; with
 //!   `quiet`, it is not reported. Default: `tell`.
 //! - `AQUIFER_SIM_VIOLATIONS`: what happens with violations that a simulated GPU finds and the
-//!   program does not take: `report` at the end, `now`, `panic`, `exit` or `exit=STATUS`, or
-//!   `quiet`, see [`OnViolation`]. Default: `report`.
+//!   program does not take: `exit` or `exit=STATUS`, `panic`, `report` at the end, `now`, or
+//!   `quiet`, see [`OnViolation`]. Default: `exit`.
 //!
 //! An invalid value makes building a runtime fail. It is never ignored. A name that is nearly one
 //! of [`KNOWN`] is reported.

@@ -96,7 +96,8 @@
 //!   not supported.
 //! * Consequences of an earlier violation. The oracle continues, but keeps only the last accesses,
 //!   so later reports about the same bytes may be consequences of the first. Fix the first one and
-//!   run again.
+//!   run again. Only what certainly follows is not reported: that memory was unmapped or freed under
+//!   work that has been reported, and that such work then finds it unmapped.
 //!
 //! # Differences from a driver
 //! Codes are those of a real driver (580 on an H200), also for invalid calls. An unmap skips holes.
@@ -116,8 +117,8 @@
 //!
 //! # Reporting
 //! A test takes the findings by [`Sim::violations`]. Findings that are not taken are written to
-//! standard error when the machine ends, or when the process ends if that is earlier.
-//! [`OnViolation`] lists the alternatives. [`Sim::on_violation`] selects one, or else
+//! standard error when the machine ends, or when the process ends if that is earlier. The process
+//! then exits with status 86, so that a test program fails. [`OnViolation`] lists the alternatives. [`Sim::on_violation`] selects one, or else
 //! `AQUIFER_SIM_VIOLATIONS`.
 //!
 //! # Source lines

@@ -125,7 +125,7 @@ pub struct SimConfig {
     /// 16 GiB in [`Mode::Bytes`].
     pub capacity: Option<u64>,
     /// What happens with violations that the program does not take. `None` means the value of
-    /// `AQUIFER_SIM_VIOLATIONS`, or [`OnViolation::Report`] if that is unset.
+    /// `AQUIFER_SIM_VIOLATIONS`, or the default of [`OnViolation`] if that is unset.
     pub on_violation: Option<OnViolation>,
     /// The cost of calls on the simulated machine.
     pub costs: Costs,

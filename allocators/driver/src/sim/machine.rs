@@ -20,6 +20,7 @@ use std::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
+    thread,
 };
 
 /// The simulated machine behind its lock.
@@ -34,6 +35,8 @@ pub(crate) struct Machine {
     pub(crate) on_violation: OnViolation,
     /// The process that created it. A forked child reports nothing.
     process_id: u32,
+    /// The name of the thread that created it, unless that is the main thread.
+    creator: Option<Box<str>>,
     modelled: AtomicU64,
     costs: Costs,
     state: Mutex<MachineState>,
@@ -81,6 +84,7 @@ impl Machine {
         Self {
             on_violation,
             process_id: std::process::id(),
+            creator: thread::current().name().filter(|name| *name != "main").map(Into::into),
             calls: CallCounts::new(),
             machine_id,
             stalls: Arc::new(Stalls::default()),
@@ -116,7 +120,7 @@ impl Machine {
         }
         let unreported = state.violations.take_unreported();
         drop(state);
-        reporting::write(&unreported);
+        reporting::write(&unreported, self.creator.as_deref());
         if let (OnViolation::Exit(code), false) = (self.on_violation, unreported.is_empty()) {
             reporting::exit_with(code);
         }
@@ -129,14 +133,14 @@ impl Machine {
     #[expect(clippy::panic, reason = "requested by the program")]
     pub(crate) fn checkpoint(&self) {
         if self.on_violation != OnViolation::Panic
-            || std::thread::panicking()
+            || thread::panicking()
             || device_code::is_running()
         {
             return;
         }
         let unreported = self.lock().violations.take_unreported();
         if !unreported.is_empty() {
-            panic!("{}", reporting::ReportText(&unreported));
+            panic!("{}", reporting::ReportText { violations: &unreported, creator: None });
         }
     }
 

@@ -30,22 +30,24 @@ const DEFAULT_EXIT_STATUS: i32 = 86;
 ///
 /// | variant | `AQUIFER_SIM_VIOLATIONS` |
 /// |---|---|
-/// | [`Report`](Self::Report), the default | `report` |
-/// | [`ReportAtOnce`](Self::ReportAtOnce) | `now` |
+/// | [`Exit`](Self::Exit), the default with status 86 | `exit` for status 86, `exit=STATUS` for 1 to 255 |
 /// | [`Panic`](Self::Panic) | `panic` |
-/// | [`Exit`](Self::Exit) | `exit` for status 86, `exit=STATUS` for 1 to 255 |
+/// | [`Report`](Self::Report) | `report` |
+/// | [`ReportAtOnce`](Self::ReportAtOnce) | `now` |
 /// | [`Quiet`](Self::Quiet) | `quiet` |
+///
+/// So a test program in which the simulator finds a race fails, even if all its assertions hold.
 ///
 /// ```
 /// use aquifer_driver::sim::OnViolation;
 /// assert_eq!("exit=3".parse(), Ok(OnViolation::Exit(3)));
 /// assert!("loud".parse::<OnViolation>().is_err());
 /// ```
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum OnViolation {
-    /// Violations are written to standard error when the machine ends.
-    #[default]
+    /// Violations are written to standard error when the machine ends. The exit status stays as it
+    /// is.
     Report,
     /// Each violation is written to standard error when it is found. Its count is 1 then, and
     /// repetitions are not written.
@@ -55,8 +57,8 @@ pub enum OnViolation {
     /// scopes of the stream crate. A drop never panics. Violations without such a call after them
     /// are written to standard error when the machine ends.
     Panic,
-    /// Violations are written when the machine ends. The process then exits with this status
-    /// instead of its own.
+    /// Violations are written to standard error when the machine ends. The process runs to its end,
+    /// and then exits with this status instead of its own.
     Exit(i32),
     /// Nothing happens. They stay in [`Sim::violations`](super::Sim::violations).
     Quiet,
@@ -105,6 +107,12 @@ impl FromStr for OnViolation {
     }
 }
 
+impl Default for OnViolation {
+    fn default() -> Self {
+        Self::Exit(DEFAULT_EXIT_STATUS)
+    }
+}
+
 impl OnViolation {
     /// Returns the value of `AQUIFER_SIM_VIOLATIONS`, or `None` if it is unset or empty.
     ///
@@ -125,20 +133,30 @@ impl OnViolation {
             Ok(value) => value.unwrap_or_default(),
             Err(error) => {
                 write_stderr(format_args!("aquifer: {error}\n"));
-                Self::Report
+                Self::default()
             }
         })
     }
 }
 
 /// The report text of violations.
-pub(crate) struct ReportText<'a>(pub(crate) &'a [Violation]);
+pub(crate) struct ReportText<'a> {
+    pub(crate) violations: &'a [Violation],
+    /// The name of the thread that created the machine, if it is to be named. A test program calls
+    /// each thread after its test.
+    pub(crate) creator: Option<&'a str>,
+}
 
 impl fmt::Display for ReportText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(violations) = self;
+        let Self { violations, creator } = self;
         let plural = if violations.len() == 1 { "" } else { "s" };
-        write!(f, "aquifer: the simulated GPU found {} violation{plural}", violations.len())?;
+        let creator = creator.map(|name| format!(" in {name}")).unwrap_or_default();
+        write!(
+            f,
+            "aquifer: the simulated GPU found {} violation{plural}{creator}",
+            violations.len()
+        )?;
         for violation in *violations {
             // Every line is indented, so that the end of a violation is visible.
             for (n, line) in violation.to_string().lines().enumerate() {
@@ -150,9 +168,9 @@ impl fmt::Display for ReportText<'_> {
 }
 
 /// Writes violations to standard error, if there are any.
-pub(crate) fn write(violations: &[Violation]) {
+pub(crate) fn write(violations: &[Violation], creator: Option<&str>) {
     if !violations.is_empty() {
-        write_stderr(format_args!("{}\n", ReportText(violations)));
+        write_stderr(format_args!("{}\n", ReportText { violations, creator }));
     }
 }
 
@@ -211,6 +229,10 @@ extern "C" fn at_exit() {
     }));
     let status = EXIT_STATUS.load(Ordering::Relaxed);
     if status != 0 {
+        write_stderr(format_args!(
+            "aquifer: exit status {status}, because the simulated GPU found violations that the \
+             program did not read ({VARIABLE}=report keeps the program's own status)\n"
+        ));
         // SAFETY: 1. It takes no pointer and does not return. Rust's own streams have been flushed
         // before the exit functions are called. The C library's streams are flushed here.
         unsafe {

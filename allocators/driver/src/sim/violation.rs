@@ -269,7 +269,7 @@ impl ViolationLog {
             count: 1,
         });
         if self.report_at_once {
-            reporting::write(&self.take_unreported());
+            reporting::write(&self.take_unreported(), None);
         }
     }
 

@@ -82,10 +82,12 @@ fn child() {
 }
 
 #[test]
-fn violations_not_taken_are_printed_with_both_lines_when_the_machine_ends() {
+fn violations_not_taken_fail_the_program_and_are_printed_with_the_test_and_both_lines() {
     let (output, text) = run("dropped", None);
-    assert!(output.status.success(), "{text}");
-    assert!(text.contains("aquifer: the simulated GPU found 1 violation\n"), "{text}");
+    assert_eq!(output.status.code(), Some(86), "{text}");
+    let told = "aquifer: the simulated GPU found 1 violation in sim_reports::child\n";
+    assert!(text.contains(told), "{text}");
+    assert!(text.contains("exit status 86, because the simulated GPU found violations"), "{text}");
     assert!(text.contains("unordered read after write"), "{text}");
     for access in ["Access::Write, None", "Access::Read, None"] {
         assert_eq!(text.matches(&site(access)).count(), 1, "{text}");
@@ -96,16 +98,17 @@ fn violations_not_taken_are_printed_with_both_lines_when_the_machine_ends() {
 #[test]
 fn a_machine_that_is_never_dropped_reports_when_the_process_ends() {
     let (output, text) = run("forgotten", None);
-    assert!(output.status.success(), "{text}");
+    assert_eq!(output.status.code(), Some(86), "{text}");
     assert!(text.find("dropped").unwrap() < text.find("1 violation").unwrap(), "{text}");
 }
 
 #[test]
 fn violations_taken_or_printed_are_not_printed_again() {
-    assert!(!run("taken", None).1.contains("violation"));
+    let (output, text) = run("taken", None);
+    assert!(output.status.success() && !text.contains("violation"), "{text}");
     assert_eq!(run("reported", None).1.matches("1 violation").count(), 1);
     let (_, text) = run("one more", None);
-    assert!(text.contains("1 violation\n  use of unmapped"), "{text}");
+    assert!(text.contains("1 violation in sim_reports::child\n  use of unmapped"), "{text}");
     assert!(!text.contains("unordered"), "{text}");
 }
 
@@ -114,7 +117,11 @@ fn the_environment_chooses_where_the_program_does_not() {
     let (output, text) = run("before the end", Some("now"));
     assert!(output.status.success(), "{text}");
     assert!(text.find("1 violation").unwrap() < text.find("still here").unwrap(), "{text}");
-    assert!(!run("dropped", Some("quiet")).1.contains("violation"));
+    for (value, is_told) in [("quiet", false), ("report", true)] {
+        let (output, text) = run("dropped", Some(value));
+        assert!(output.status.success(), "{text}");
+        assert_eq!(text.contains("violation"), is_told, "{text}");
+    }
     for (value, status) in [("exit", 86), ("exit=3", 3)] {
         for what in ["dropped", "forgotten"] {
             let (output, text) = run(what, Some(value));
@@ -140,7 +147,7 @@ fn the_environment_chooses_where_the_program_does_not() {
 #[test]
 fn an_invalid_environment_value_is_reported_once_and_hides_nothing() {
     let (output, text) = run("dropped", Some("loud"));
-    assert!(output.status.success());
+    assert_eq!(output.status.code(), Some(86), "{text}");
     assert_eq!(
         text.matches("AQUIFER_SIM_VIOLATIONS is \"loud\"; it can be report").count(),
         1,
