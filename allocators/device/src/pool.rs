@@ -289,6 +289,7 @@ impl DevicePool {
     #[track_caller]
     #[inline(never)]
     fn alloc_full(&self, stream: &Stream, request: Request) -> Result<Block> {
+        let _site = self.core().enter_observed();
         if request.size() == 0 {
             return Block::empty(self.streams(), stream, request.owner());
         }
@@ -334,6 +335,7 @@ impl DevicePool {
         request: Request,
         held: &Mutex<Reservation>,
     ) -> Result<Block> {
+        let _site = self.core().enter_observed();
         if request.size() == 0 {
             return Block::empty(self.streams(), stream, request.owner());
         }

@@ -10,7 +10,10 @@ use aquifer_core::{
     Action, Recorder, Tag,
     event::{self, BlockKind, EventTicket},
 };
-use aquifer_driver::{DeviceRange, MemoryInfo, Ownership, Relaxed};
+use aquifer_driver::{
+    DeviceRange, MemoryInfo, Ownership, Relaxed,
+    site::{self, Entered},
+};
 use aquifer_status::tightest_limit;
 use std::sync::atomic::Ordering;
 
@@ -32,6 +35,15 @@ impl PoolCore {
             self.peaks.settle_cache(cache);
         }
         Some(self.make_block(cache, &token, ticket))
+    }
+
+    /// Sets the caller's line as the site of driver calls if the driver has an observer: it is told
+    /// of blocks that a cache serves, too, which make no driver call.
+    #[track_caller]
+    #[inline]
+    pub(crate) fn enter_observed(&self) -> Option<Entered> {
+        // Not by `then`, since `Location::caller` would return the closure's caller.
+        if self.observed { Some(site::enter()) } else { None }
     }
 
     /// Makes a block from the token, and reports it to the observer and the recorder.

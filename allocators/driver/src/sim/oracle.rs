@@ -166,12 +166,16 @@ impl MachineState {
 
     /// Checks a host access to memory that devices can reach. Accesses of a callback were checked
     /// when it was queued.
+    ///
+    /// A free without a line comes from a drop. It is reported with the line of the work that it is
+    /// not ordered after.
     pub(crate) fn check_host_access(
         &mut self,
         address: u64,
         bytes: u64,
         access: HostAccess,
-        site: Site,
+        site: Option<Site>,
+        own: Site,
     ) {
         if !self.oracle || bytes == 0 || device_code::is_running() {
             return;
@@ -182,10 +186,15 @@ impl MachineState {
             HostAccess::Write => (ActionKind::Write, "CPU write"),
             HostAccess::Free => (ActionKind::Free, "free of host memory"),
         };
-        let action = self.new_host_action(kind, work, site);
+        let mut action = self.new_host_action(kind, work, site.unwrap_or(own));
         let mut findings = std::mem::take(&mut self.findings);
         let host = &self.hosts[self.agent_index()];
         self.pinned.record(address, bytes, &action, &host.clock, &mut findings);
+        if let (None, Some(earlier)) = (site, findings.first().and_then(|finding| finding.earlier))
+        {
+            action.work = "drop of host memory used";
+            action.site = earlier.site;
+        }
         self.report(findings, action, None);
     }
 
@@ -356,6 +365,7 @@ impl MachineState {
     pub(crate) fn clear_records(&mut self) {
         self.space.clear_records();
         self.pinned.clear_records();
+        self.violations.clear_named();
         self.owners = OwnerMap::default();
         self.retained = RetainedRanges::default();
         self.registrations = Registrations::default();

@@ -157,7 +157,7 @@ impl Machine {
         if staged {
             // The host reads before the call returns.
             for (address, bytes) in row_ranges(start, from.pitch, rows) {
-                state.check_host_access(address, bytes, HostAccess::Read, site);
+                state.check_host_access(address, bytes, HostAccess::Read, Some(site), site);
             }
         }
         Ok(state)

@@ -54,6 +54,13 @@ pub enum ViolationKind {
     WriteToReadOnly,
 }
 
+impl ViolationKind {
+    /// Returns whether the host has changed or freed memory under queued work.
+    fn is_in_flight(self) -> bool {
+        matches!(self, Self::UnmapInFlight | Self::MapInFlight | Self::FreeInFlight)
+    }
+}
+
 impl fmt::Display for ViolationKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -220,6 +227,10 @@ const MAX_VIOLATIONS: usize = 1000;
 pub(crate) struct ViolationLog {
     list: Vec<Violation>,
     index_of: HashMap<ReportKey, usize>,
+    /// The actions that findings have named, by component and count, and whether one of these
+    /// findings was not [in flight](ViolationKind::is_in_flight) only. What follows from a reported
+    /// action is not reported again, even after the program has taken the report.
+    named: HashMap<(u32, u64), bool>,
     /// The number of violations, from the start of the list, that were taken or written to
     /// standard error.
     reported: usize,
@@ -235,7 +246,20 @@ fn line(site: &'static Location<'static>) -> SourceLine {
 }
 
 impl ViolationLog {
+    /// Returns whether a finding has named this action.
+    pub(crate) fn has_named(&self, action: &Action) -> bool {
+        self.named.contains_key(&(action.component, action.count))
+    }
+
+    /// Forgets which actions were named, since no record of them is left.
+    pub(crate) fn clear_named(&mut self) {
+        self.named.clear();
+    }
+
     /// Adds a finding against `later`. A known one is only counted.
+    ///
+    /// Work that was reported, since it waits for too little, is work that no pool waits for
+    /// either. So when the memory below it goes, that is not reported as another violation.
     pub(crate) fn add(
         &mut self,
         components: &ClockComponents,
@@ -243,6 +267,17 @@ impl ViolationLog {
         later: Action,
         device: Option<DeviceId>,
     ) {
+        let in_flight = finding.kind.is_in_flight();
+        let number = |action: &Action| (action.component, action.count);
+        if in_flight
+            && let Some(earlier) = &finding.earlier
+            && self.named.get(&number(earlier)) == Some(&true)
+        {
+            return;
+        }
+        for action in finding.earlier.iter().chain([&later]) {
+            *self.named.entry(number(action)).or_default() |= !in_flight;
+        }
         let key = (
             std::mem::discriminant(&finding.kind),
             finding.earlier.map(|action| line(action.site)),

@@ -87,7 +87,7 @@ impl Sim {
     #[track_caller]
     pub fn host_read(&self, address: u64, bytes: u64) {
         let site = caller_site();
-        self.machine.lock().check_host_access(address, bytes, HostAccess::Read, site);
+        self.machine.lock().check_host_access(address, bytes, HostAccess::Read, Some(site), site);
         self.machine.checkpoint();
     }
 
@@ -95,7 +95,7 @@ impl Sim {
     #[track_caller]
     pub fn host_write(&self, address: u64, bytes: u64) {
         let site = caller_site();
-        self.machine.lock().check_host_access(address, bytes, HostAccess::Write, site);
+        self.machine.lock().check_host_access(address, bytes, HostAccess::Write, Some(site), site);
         self.machine.checkpoint();
     }
 

@@ -101,7 +101,13 @@ impl Machine {
         let mut state = self.submit(state, stream, Task { name, site, host, work })?;
         if staged {
             // The host reads before the call returns.
-            state.check_host_access(address, bytes as u64, crate::HostAccess::Read, site);
+            state.check_host_access(
+                address,
+                bytes as u64,
+                crate::HostAccess::Read,
+                Some(site),
+                site,
+            );
         }
         Ok((state, pinned))
     }

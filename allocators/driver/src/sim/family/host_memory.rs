@@ -36,7 +36,7 @@ impl Machine {
         };
         let pinned = state.pinned.get(address).filter(|pinned| pinned.kind == kind).ok_or(error)?;
         let bytes = pinned.bytes;
-        state.check_host_access(address, bytes, HostAccess::Free, site);
+        state.check_host_access(address, bytes, HostAccess::Free, crate::site::entered(), site);
         let mut state = self.run_device(state, device);
         state.device(device)?;
         // Another thread may have unpinned it meanwhile.

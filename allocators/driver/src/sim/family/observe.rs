@@ -49,8 +49,8 @@ impl Observer for Machine {
     }
 
     fn host(&self, address: u64, bytes: u64, access: HostAccess) {
-        let site = caller_site();
-        self.lock().check_host_access(address, bytes, access, site);
+        let (entered, own) = (site::entered(), caller_site());
+        self.lock().check_host_access(address, bytes, access, entered, own);
     }
 
     fn checkpoint(&self) {
