@@ -29,7 +29,7 @@ const POLL_PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::
 /// steps ago.
 ///
 /// ```
-/// use aquifer_adapters::Frames;
+/// use aquifer::Frames;
 /// use allocator_api2::{alloc::Global, vec::Vec};
 /// let mut frames = Frames::new_in(3, Global);
 /// for step in 0..10u32 {
@@ -37,7 +37,7 @@ const POLL_PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::
 ///     let mut batch = Vec::new_in(frame.arena());
 ///     batch.extend([step; 100]);
 /// }
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 ///
 /// For frames of device memory, create the device arenas and pass them to [`Frames::of`].
@@ -101,9 +101,9 @@ impl<M: StepMemory> Frames<M> {
     /// memory. If the future is dropped before it is ready, the next call returns the same frame.
     ///
     /// ```
-    /// use aquifer_adapters::Frames;
+    /// use aquifer::Frames;
     /// use allocator_api2::{alloc::Global, vec::Vec};
-    /// async fn steps() -> aquifer_core::Result<()> {
+    /// async fn steps() -> aquifer::error::Result<()> {
     ///     let mut frames = Frames::new_in(3, Global);
     ///     for step in 0..10u32 {
     ///         let frame = frames.next_async().await?;

@@ -14,8 +14,7 @@
 //! (`&pool`) is an allocator too:
 //!
 //! ```
-//! use aquifer_adapters::{Arena, CountingAllocator, Limit};
-//! use aquifer_core::Budget;
+//! use aquifer::{Arena, Budget, Limit, adapters::CountingAllocator};
 //! use allocator_api2::{alloc::Global, vec::Vec};
 //!
 //! let budget = Budget::new("parser", 1 << 20);

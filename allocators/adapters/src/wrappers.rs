@@ -15,8 +15,7 @@
 //! opaque source never becomes an allocator of host memory:
 //!
 //! ```compile_fail,E0277
-//! use aquifer_adapters::Limit;
-//! use aquifer_core::Opaque;
+//! use aquifer::{Limit, Opaque};
 //! fn on_the_device<M: Opaque>(pool: Limit<M>) -> allocator_api2::vec::Vec<u8, Limit<M>> {
 //!     allocator_api2::vec::Vec::new_in(pool)
 //! }

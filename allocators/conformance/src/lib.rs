@@ -18,10 +18,10 @@
 //!
 //! ```
 //! use allocator_api2::alloc::Global;
-//! use aquifer_conformance::Suite;
-//! aquifer_conformance::check(&Global)?;
+//! use aquifer::conformance::Suite;
+//! aquifer::conformance::check(&Global)?;
 //! Suite::new().seed(7).operations(200).check_clone(&Global)?;
-//! # Ok::<(), aquifer_conformance::ContractViolation>(())
+//! # Ok::<(), aquifer::conformance::ContractViolation>(())
 //! ```
 
 mod ledger;

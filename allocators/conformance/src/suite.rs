@@ -20,10 +20,10 @@ const MAX_LIVE: usize = 48;
 /// A test suite that runs operations in a seeded random order.
 ///
 /// ```
-/// use aquifer_conformance::Suite;
+/// use aquifer::conformance::Suite;
 /// use allocator_api2::alloc::Global;
 /// Suite::new().seed(3).operations(500).largest(1 << 16).check_clone(&Global)?;
-/// # Ok::<(), aquifer_conformance::ContractViolation>(())
+/// # Ok::<(), aquifer::conformance::ContractViolation>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Suite {

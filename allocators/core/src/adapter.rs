@@ -16,7 +16,7 @@
 /// use std::{alloc::Layout, ptr::NonNull};
 /// /// Refuses everything.
 /// struct Empty;
-/// aquifer_core::impl_allocator! {
+/// aquifer::impl_allocator! {
 ///     // SAFETY: it hands out no block.
 ///     unsafe impl [] for Empty {
 ///         fn allocate(&self, _layout: Layout) -> Result<NonNull<[u8]>, AllocError> { Err(AllocError) }
@@ -30,7 +30,7 @@
 /// ```compile_fail
 /// # use std::{alloc::Layout, ptr::NonNull};
 /// struct Empty;
-/// aquifer_core::impl_allocator! {
+/// aquifer::impl_allocator! {
 ///     impl [] for Empty { // no `unsafe`
 ///         fn allocate(&self, _layout: Layout) -> Result<NonNull<[u8]>, AllocError> { Err(AllocError) }
 ///         unsafe fn deallocate(&self, _block: NonNull<u8>, _layout: Layout) {}

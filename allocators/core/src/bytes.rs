@@ -5,7 +5,7 @@ use std::fmt;
 /// A number of bytes whose `Display` chooses the unit: `512 B`, `2.00 MiB`, `3.80 GiB`.
 ///
 /// ```
-/// use aquifer_core::Bytes;
+/// use aquifer::Bytes;
 /// assert_eq!(Bytes(512).to_string(), "512 B");
 /// assert_eq!(Bytes(2 << 20).to_string(), "2.00 MiB");
 /// ```
@@ -17,7 +17,7 @@ impl Bytes {
     /// that users read and then set.
     ///
     /// ```
-    /// use aquifer_core::Bytes;
+    /// use aquifer::Bytes;
     /// let exact = Bytes((28 << 20) + 1).rounded_up();
     /// assert_eq!((exact.to_string(), exact.0 / 10_486), ("28.01 MiB".to_owned(), 2800));
     /// assert_eq!(Bytes(28 << 20).rounded_up(), Bytes(28 << 20));
@@ -36,7 +36,7 @@ impl Bytes {
     /// Returns the largest number that is not more and that `Display` writes exactly.
     ///
     /// ```
-    /// use aquifer_core::Bytes;
+    /// use aquifer::Bytes;
     /// assert_eq!(Bytes((28 << 20) - 1).rounded_down().to_string(), "27.99 MiB");
     /// ```
     #[must_use]
@@ -53,7 +53,7 @@ impl Bytes {
     /// else, and on overflow.
     ///
     /// ```
-    /// use aquifer_core::Bytes;
+    /// use aquifer::Bytes;
     /// assert_eq!(Bytes::parse("64MiB"), Some(Bytes(64 << 20)));
     /// assert_eq!(Bytes::parse("64MB"), None);
     /// ```

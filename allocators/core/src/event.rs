@@ -105,8 +105,7 @@ pub struct EventTicket {
 /// Passes events to a [`EventSink`] in the order of their [`EventTicket`]s.
 ///
 /// ```
-/// use aquifer_core::event::{Action, MemoryLocation, Recorder, RingSink};
-/// use aquifer_core::{DeviceId, Tag};
+/// use aquifer::{DeviceId, Tag, event::{Action, MemoryLocation, Recorder, RingSink}};
 /// use std::sync::Arc;
 /// let ring = Arc::new(RingSink::new(16));
 /// let recorder = Recorder::new(ring.clone());

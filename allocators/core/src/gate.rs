@@ -8,7 +8,7 @@ use std::{fmt::Debug, time::Instant};
 /// Arenas wait for gates before a reset, and allocators before they reuse a block.
 ///
 /// ```
-/// use aquifer_core::{Gate, Result};
+/// use aquifer::{Gate, error::Result};
 /// use std::{sync::atomic::{AtomicBool, Ordering}, thread, time::Instant};
 /// /// Opens when another thread sets it.
 /// #[derive(Debug)]
@@ -26,7 +26,7 @@ use std::{fmt::Debug, time::Instant};
 /// assert!(!flag.wait(Some(Instant::now()))?);
 /// flag.0.store(true, Ordering::Release);
 /// assert!(flag.wait(None)?);
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 pub trait Gate: Debug + Send + Sync {
     /// Returns whether the gate is open now. Never blocks. An error of the driver counts as not

@@ -85,7 +85,7 @@ impl DeviceId {
     /// share one name.
     ///
     /// ```
-    /// use aquifer_core::DeviceId;
+    /// use aquifer::DeviceId;
     /// assert_eq!(DeviceId(3).name(), "device 3");
     /// assert_eq!(DeviceId(64).name(), "a device beyond the 64th");
     /// ```

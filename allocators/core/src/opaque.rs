@@ -21,7 +21,7 @@ use std::{any::Any, sync::Arc};
 /// block is given to [`OpaqueBlock::keep_until_free`]. This wrapper counts blocks:
 ///
 /// ```
-/// use aquifer_core::{DeviceId, Opaque, OpaqueBlock, PoolStats, Request, Result};
+/// use aquifer::{DeviceId, Opaque, PoolStats, Request, device::OpaqueBlock, error::Result};
 /// use std::sync::{Arc, atomic::{AtomicU64, Ordering}};
 /// struct Counting<M>(M, Arc<AtomicU64>);
 /// struct Ends(Arc<AtomicU64>);

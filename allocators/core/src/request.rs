@@ -8,7 +8,7 @@ pub const BLOCK_ALIGN: u64 = 512;
 /// The size, alignment and tag of an allocation.
 ///
 /// ```
-/// use aquifer_core::{Request, Tag};
+/// use aquifer::{Request, Tag};
 /// let request = Request::bytes(1 << 30).align(4096).tag(Tag::named("kv"));
 /// assert_eq!(request.size(), 1 << 30);
 /// ```

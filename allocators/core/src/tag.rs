@@ -8,7 +8,7 @@ use std::{cell::Cell, collections::BTreeMap, fmt, sync::Mutex};
 /// A name under which allocations are counted, as a two-byte number.
 ///
 /// ```
-/// use aquifer_core::{Tag, tagged};
+/// use aquifer::{Tag, tagged};
 /// let kv = Tag::named("kv-cache");
 /// assert_eq!(kv, Tag::named("kv-cache"));
 /// assert_eq!(tagged(kv, Tag::current).name(), "kv-cache");

@@ -195,7 +195,7 @@ impl PendingWaits {
 /// [`Opened`] is one.
 ///
 /// ```
-/// use aquifer_core::wake::Alarm;
+/// use aquifer::wake::Alarm;
 /// use std::{future::Future, pin::Pin, task::{Context, Poll}, time::Duration};
 /// /// Ready at its third poll.
 /// struct Thrice(u32, Alarm);

@@ -26,8 +26,7 @@ use std::{
 /// run ahead by as many steps.
 ///
 /// ```
-/// use aquifer_device::{DeviceArena, DevicePool, PoolConfig};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceArena, DeviceId, DevicePool, PoolConfig, sim::Sim};
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
 /// let s = pool.stream()?;
@@ -40,15 +39,14 @@ use std::{
 ///     arena.reset()?;
 /// }
 /// assert!(arena.alloc::<u8>(2 << 20).is_err());
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 ///
 /// A part does not outlive the step:
 ///
 /// ```compile_fail,E0502
-/// # use aquifer_device::DeviceArena;
-/// # use aquifer_stream::Stream;
-/// fn late(arena: &mut DeviceArena, s: &Stream) -> aquifer_core::Result<()> {
+/// # use aquifer::{DeviceArena, Stream};
+/// fn late(arena: &mut DeviceArena, s: &Stream) -> aquifer::error::Result<()> {
 ///     let mut part = arena.alloc::<u8>(100)?;
 ///     arena.reset()?;
 ///     s.fill(&mut part, 1)

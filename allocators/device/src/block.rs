@@ -28,20 +28,20 @@ use std::{any::Any, fmt, sync::Arc};
 /// One [`Launch`](aquifer_stream::Launch) orders a kernel with all blocks that it uses:
 ///
 /// ```
-/// use aquifer_device::{DevicePool, PoolConfig, Request};
-/// use aquifer_driver::{DeviceId, Operand, sim::{SimKernel, Sim}};
-/// use aquifer_stream::Launch;
+/// use aquifer::{
+///     DeviceId, DevicePool, Operand, PoolConfig, Request, sim::{Sim, SimKernel}, stream::Launch,
+/// };
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
 /// let (s, u) = (pool.stream()?, pool.stream()?);
 /// let (a, b) = (pool.alloc(&s, Request::bytes(4096))?, pool.alloc(&u, Request::bytes(4096))?);
 /// let ready = Launch::on(&u).reads(&a).updates(&b).preflight()?; // `u` waits for `s`
 /// let kernel = SimKernel::new("add").reads(a.range(), None).writes(b.range(), None);
-/// sim.launch(u.raw(), kernel).map_err(aquifer_core::MemoryError::Driver)?;
+/// sim.launch(u.raw(), kernel).map_err(aquifer::MemoryError::Driver)?;
 /// ready.commit()?;
 /// drop(a); // and its bytes are given out again when the kernel is done with them
 /// assert!(sim.violations().is_empty());
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 ///
 /// The stream's lease may end before the block. The block then stays valid. After its drop, the

@@ -26,8 +26,7 @@ use std::{fmt, marker::PhantomData, ops::Range};
 /// types that it lends.
 ///
 /// ```
-/// use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceBuffer, DeviceId, DevicePool, PoolConfig, sim::Sim};
 ///
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
@@ -43,16 +42,14 @@ use std::{fmt, marker::PhantomData, ops::Range};
 /// let mut back = vec![0; 1000];
 /// s.try_scope(|c| c.download(&bits, &mut back))?;
 /// assert_eq!(back[750], 3.0f32.to_bits());
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 ///
 /// The types reject data races at compile time. The same buffer as source and destination of a
 /// copy:
 ///
 /// ```compile_fail,E0502
-/// # use aquifer_core::Result;
-/// # use aquifer_device::DeviceBuffer;
-/// # use aquifer_stream::Stream;
+/// # use aquifer::{DeviceBuffer, Stream, error::Result};
 /// fn onto_itself(s: &Stream, x: &mut DeviceBuffer<f32>) -> Result<()> {
 ///     s.copy(&x.slice(0..10)?, &mut x.slice_mut(5..15)?)
 /// }
@@ -61,9 +58,7 @@ use std::{fmt, marker::PhantomData, ops::Range};
 /// A shared slice as the destination:
 ///
 /// ```compile_fail,E0277
-/// # use aquifer_core::Result;
-/// # use aquifer_device::DeviceBuffer;
-/// # use aquifer_stream::Stream;
+/// # use aquifer::{DeviceBuffer, Stream, error::Result};
 /// fn through_a_shared_part(s: &Stream, x: &DeviceBuffer<f32>) -> Result<()> {
 ///     s.fill(&mut x.slice(0..10)?, 0.0)
 /// }
@@ -72,9 +67,7 @@ use std::{fmt, marker::PhantomData, ops::Range};
 /// Two mutable slices that may overlap:
 ///
 /// ```compile_fail,E0499
-/// # use aquifer_core::Result;
-/// # use aquifer_device::DeviceBuffer;
-/// # use aquifer_stream::Stream;
+/// # use aquifer::{DeviceBuffer, Stream, error::Result};
 /// fn twice(s: &Stream, x: &mut DeviceBuffer<f32>) -> Result<()> {
 ///     let mut first = x.slice_mut(0..10)?;
 ///     let mut second = x.slice_mut(5..15)?;
@@ -86,9 +79,7 @@ use std::{fmt, marker::PhantomData, ops::Range};
 /// A slice that outlives its buffer:
 ///
 /// ```compile_fail,E0505
-/// # use aquifer_core::Result;
-/// # use aquifer_device::DeviceBuffer;
-/// # use aquifer_stream::Stream;
+/// # use aquifer::{DeviceBuffer, Stream, error::Result};
 /// fn too_long(s: &Stream, x: DeviceBuffer<f32>, y: &mut DeviceBuffer<f32>) -> Result<()> {
 ///     let part = x.as_slice();
 ///     drop(x);
@@ -99,9 +90,7 @@ use std::{fmt, marker::PhantomData, ops::Range};
 /// Elements that are not plain data:
 ///
 /// ```compile_fail,E0277
-/// # use aquifer_core::Result;
-/// # use aquifer_device::{DeviceBuffer, DevicePool};
-/// # use aquifer_stream::Stream;
+/// # use aquifer::{DeviceBuffer, DevicePool, Stream, error::Result};
 /// fn of_strings(pool: &DevicePool, s: &Stream) -> Result<DeviceBuffer<String>> {
 ///     pool.buffer(s, 10) // `String: Pod` does not hold
 /// }

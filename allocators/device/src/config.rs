@@ -9,13 +9,12 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 /// How far a stream that has no room may take over memory of other streams' caches.
 ///
 /// ```
-/// use aquifer_device::{Adoption, DevicePool, PoolConfig};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceId, DevicePool, PoolConfig, device::Adoption, sim::Sim};
 /// let mut config = PoolConfig::default();
 /// config.adoption = Adoption::DoneOnly;    // streams never wait for each other's frees
 /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config)?;
 /// # drop(pool);
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Adoption {

@@ -165,8 +165,7 @@ impl Xorshift {
 /// Wrappers can be checked like sources. Blocks. No block is live afterwards.
 ///
 /// ```
-/// use aquifer_device::{DevicePool, PoolConfig, conformance};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceId, DevicePool, PoolConfig, device::conformance, sim::Sim};
 /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
 /// conformance(&pool, &[pool.stream()?, pool.stream()?], 200, 42)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())

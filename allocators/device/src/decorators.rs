@@ -15,9 +15,10 @@ use std::{any::Any, fmt, sync::Arc};
 /// then. Empty blocks are not recorded.
 ///
 /// ```
-/// use aquifer_core::{Action, Opaque, Recorder, event::RingSink};
-/// use aquifer_device::{DevicePool, Log, PoolConfig, Request};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{
+///     DeviceId, DevicePool, Log, Opaque, PoolConfig, Request, event::{Action, Recorder, RingSink},
+///     sim::Sim,
+/// };
 /// use std::sync::Arc;
 /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
 /// let ring = Arc::new(RingSink::new(16));
@@ -25,7 +26,7 @@ use std::{any::Any, fmt, sync::Arc};
 /// drop(logged.allocate(&pool.stream()?, Request::bytes(512))?);
 /// let told: Vec<_> = ring.take().iter().map(|event| event.action).collect();
 /// assert_eq!(told, [Action::Allocate, Action::Free, Action::Complete]);
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Log<R> {
@@ -121,9 +122,10 @@ pub enum OnFailure {
 /// so.
 ///
 /// ```
-/// use aquifer_core::{Budget, Opaque};
-/// use aquifer_device::{Block, DevicePool, FailureCallback, OnFailure, PoolConfig, Request};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{
+///     Block, Budget, DeviceId, DevicePool, FailureCallback, Opaque, PoolConfig, Request,
+///     device::OnFailure, sim::Sim,
+/// };
 /// use std::sync::Mutex;
 /// let config = PoolConfig::with_budget(Budget::new("small", 64 << 20));
 /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config)?;
@@ -135,7 +137,7 @@ pub enum OnFailure {
 /// });
 /// assert!(patient.allocate(&stream, Request::bytes(40 << 20)).is_ok());
 /// assert!(patient.allocate(&stream, Request::bytes(80 << 20)).is_err());
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 pub struct FailureCallback<R, F> {
     inner: R,

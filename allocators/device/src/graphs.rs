@@ -103,8 +103,7 @@ use std::{fmt, sync::Arc};
 /// allocated before the capture.
 ///
 /// ```
-/// use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceBuffer, DeviceId, DevicePool, PoolConfig, sim::Sim};
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
 /// let (s, u) = (pool.stream()?, pool.stream()?);
@@ -129,7 +128,7 @@ use std::{fmt, sync::Arc};
 /// pool.trim(0)?;
 /// assert_eq!(pool.stats().physical, 0);
 /// assert!(sim.violations().is_empty());
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Clone)]
 pub struct GraphPool {
@@ -162,9 +161,9 @@ impl DevicePool {
     /// launches must not happen.
     ///
     /// ```
-    /// use aquifer_core::{MemoryError, Tag};
-    /// use aquifer_device::{DeviceBuffer, DevicePool, Park, PoolConfig};
-    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// use aquifer::{
+    ///     DeviceBuffer, DeviceId, DevicePool, MemoryError, Park, PoolConfig, Tag, sim::Sim,
+    /// };
     /// let sim = Sim::h200(1);
     /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
     /// let (stream, tag) = (pool.stream()?, Tag::named("graphs of a server"));

@@ -26,8 +26,7 @@ use std::{
 ///   create one arena per stream.
 ///
 /// ```
-/// use aquifer_device::{DevicePages, DevicePool, PoolConfig};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceId, DevicePages, DevicePool, PoolConfig, sim::Sim};
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
 /// let (s, u) = (pool.stream()?, pool.stream()?);
@@ -47,8 +46,7 @@ use std::{
 /// A [`PageRun`] cannot be copied, so pages cannot be used after they are freed.
 ///
 /// ```compile_fail,E0505
-/// # use aquifer_device::{DevicePages, PageRun};
-/// # use aquifer_stream::Stream;
+/// # use aquifer::{DevicePages, Stream, device::PageRun};
 /// fn late(arena: &DevicePages, mut pages: PageRun, s: &Stream) -> Result<(), Box<dyn std::error::Error>> {
 ///     let mut view = arena.view_mut(&mut pages, 0..1)?;
 ///     arena.free(pages)?;

@@ -95,9 +95,9 @@ const SLOTS_PER_BUDGET: u64 = 64;
 /// Clones share it, and it keeps the pool open.
 ///
 /// ```
-/// use aquifer_core::{MemoryError, Tag};
-/// use aquifer_device::{DeviceBuffer, DevicePool, Park, PoolConfig};
-/// use aquifer_driver::{DeviceId, Operand, sim::Sim};
+/// use aquifer::{
+///     DeviceBuffer, DeviceId, DevicePool, MemoryError, Operand, Park, PoolConfig, Tag, sim::Sim,
+/// };
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
 /// let (stream, tag) = (pool.stream()?, Tag::named("weights"));

@@ -45,8 +45,7 @@ use std::{
 /// and stay valid. The last of them releases what is left.
 ///
 /// ```
-/// use aquifer_device::{DevicePool, PoolConfig, Request};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceId, DevicePool, PoolConfig, Request, sim::Sim};
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
 /// let stream = pool.stream()?;
@@ -54,13 +53,13 @@ use std::{
 /// assert_eq!(pool.stats().requested, 1 << 20);
 /// drop(block);                                             // no driver call, no wait
 /// assert_eq!(pool.stats().requested, 0);
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 ///
 /// The pool is no allocator for collections, whose elements the host reads and writes:
 ///
 /// ```compile_fail,E0277
-/// # use aquifer_device::DevicePool;
+/// # use aquifer::DevicePool;
 /// fn on_the_device(pool: DevicePool) -> allocator_api2::vec::Vec<u8, DevicePool> {
 ///     allocator_api2::vec::Vec::new_in(pool)
 /// }
@@ -414,9 +413,9 @@ impl DevicePool {
     /// With [debugging](crate::Debugging) it waits as [`DevicePool::trim`] does.
     ///
     /// ```
-    /// use aquifer_core::OpaqueBlock;
-    /// use aquifer_device::{DevicePool, PoolConfig, Request};
-    /// use aquifer_driver::{Access, DeviceId, sim::Sim};
+    /// use aquifer::{
+    ///     Access, DeviceId, DevicePool, PoolConfig, Request, device::OpaqueBlock, sim::Sim,
+    /// };
     /// use std::sync::Arc;
     /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
     /// let (s, u) = (pool.stream()?, pool.stream()?);
@@ -427,7 +426,7 @@ impl DevicePool {
     /// u.synchronize()?;
     /// pool.poll()?;
     /// assert_eq!(Arc::strong_count(&kept), 1);
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     ///
     /// # Errors

@@ -41,8 +41,7 @@ use std::{
 /// a sequence ends:
 ///
 /// ```
-/// use aquifer_device::{DevicePool, PoolConfig};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceId, DevicePool, PoolConfig, sim::Sim};
 /// const STEP: usize = (2 << 20) / size_of::<f32>();
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
@@ -65,7 +64,7 @@ use std::{
 /// stream.synchronize()?;
 /// pool.trim(pool.budget().used())?;
 /// assert_eq!(pool.budget().used(), 2 << 20);
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 pub struct Reserved<T> {
     /// Covers all addresses. Never lent as a whole, since not all of it can be accessed.

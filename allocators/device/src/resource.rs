@@ -11,10 +11,10 @@ use std::fmt::Debug;
 /// [`Opaque`] implements it. It is object safe.
 ///
 /// ```
-/// use aquifer_core::{MemoryError, Opaque, Result};
-/// use aquifer_device::{DevicePool, Direct, PoolConfig, Request, Resource};
-/// use aquifer_driver::{DeviceId, sim::Sim};
-/// use aquifer_stream::Stream;
+/// use aquifer::{
+///     DeviceId, DevicePool, Direct, MemoryError, Opaque, PoolConfig, Request, Resource, Stream,
+///     error::Result, sim::Sim,
+/// };
 /// fn one_block(from: &dyn Resource, stream: &Stream) -> Result<u64> {
 ///     Ok(from.allocate(stream, Request::bytes(4096))?.bytes())
 /// }

@@ -16,9 +16,9 @@ impl DevicePool {
     /// those without an event are missing. Never blocks on the driver.
     ///
     /// ```
-    /// use aquifer_core::{Recorder, event::RingSink};
-    /// use aquifer_device::{DevicePool, PoolConfig, Request};
-    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// use aquifer::{
+    ///     DeviceId, DevicePool, PoolConfig, Request, event::{Recorder, RingSink}, sim::Sim,
+    /// };
     /// use std::sync::Arc;
     /// let ring = Arc::new(RingSink::new(1 << 10));     // the last thousand events, 64 bytes each
     /// let mut config = PoolConfig::default();

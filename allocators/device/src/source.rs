@@ -29,10 +29,10 @@ use std::{fmt, sync::Arc, time::Instant};
 /// This example hands out the slots of another library's allocation:
 ///
 /// ```
-/// use aquifer_core::{DeviceId, MemoryError, Result};
-/// use aquifer_device::{Dependencies, DeviceBuffer, RangeSource, SourcePool};
-/// use aquifer_driver::{DeviceRange, Driver, sim::Sim};
-/// use aquifer_stream::{Stream, StreamPool};
+/// use aquifer::{
+///     Dependencies, DeviceBuffer, DeviceId, DeviceRange, Driver, MemoryError, RangeSource,
+///     SourcePool, Stream, StreamPool, error::Result, sim::Sim,
+/// };
 /// use std::sync::{Mutex, PoisonError};
 ///
 /// const SLOT: u64 = 1 << 20;
@@ -48,7 +48,7 @@ use std::{fmt, sync::Arc, time::Instant};
 ///             return Err(MemoryError::TooLarge { requested: bytes, limit: SLOT });
 ///         }
 ///         let slot = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
-///         slot.ok_or_else(|| MemoryError::OutOfMemory(Box::new(aquifer_core::OutOfMemory::new("the slab".into(), bytes))))
+///         slot.ok_or_else(|| MemoryError::OutOfMemory(Box::new(aquifer::OutOfMemory::new("the slab".into(), bytes))))
 ///     }
 ///     fn deallocate(&self, range: DeviceRange, after: &Dependencies<'_>) -> Result<()> {
 ///         if !after.is_done()? {

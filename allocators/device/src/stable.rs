@@ -52,8 +52,7 @@ use std::{
 /// last [`AddressRegistration`] is dropped. Dropping never calls the driver and never blocks.
 ///
 /// ```
-/// use aquifer_device::{DevicePool, PoolConfig, Request};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceId, DevicePool, PoolConfig, Request, sim::Sim};
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
 /// let stream = pool.stream()?;
@@ -66,7 +65,7 @@ use std::{
 /// pool.trim(0)?;
 /// assert_eq!(pool.stats().physical, 0);
 /// assert!(sim.violations().is_empty());
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 pub struct StableBlock {
     block: Block,
@@ -118,8 +117,7 @@ impl DevicePool {
     /// device (`cuMemFree`). If there is no room, it behaves as [`DevicePool::alloc_stable`].
     ///
     /// ```
-    /// use aquifer_device::{DevicePool, PoolConfig, Request};
-    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// use aquifer::{DeviceId, DevicePool, PoolConfig, Request, sim::Sim};
     /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
     /// let stream = pool.stream()?;
     /// let mapped = pool.alloc_stable(&stream, Request::bytes(1 << 20))?;
@@ -127,7 +125,7 @@ impl DevicePool {
     /// assert!(!mapped.is_legacy_ipc_capable()? && legacy.is_legacy_ipc_capable()?);
     /// let registered = legacy.register();     // with NCCL, for example, until this is dropped
     /// # drop(registered);
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     ///
     /// # Errors

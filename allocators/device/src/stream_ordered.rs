@@ -32,17 +32,14 @@ use std::{
 /// they can release without waiting. It releases its unused memory for them too.
 ///
 /// ```
-/// use aquifer_core::{Budget, Opaque};
-/// use aquifer_device::{Request, StreamOrdered};
-/// use aquifer_driver::{DeviceId, sim::Sim};
-/// use aquifer_stream::StreamPool;
+/// use aquifer::{Budget, DeviceId, Opaque, Request, StreamOrdered, StreamPool, sim::Sim};
 /// let driver = Sim::h200(1).driver();
 /// let streams = StreamPool::new(driver.clone(), DeviceId(0), 4);
 /// let pool = StreamOrdered::new(driver, streams.clone(), Budget::new("theirs", 1 << 30))?;
 /// let block = pool.allocate(&streams.lease()?, Request::bytes(1 << 20))?;
 /// assert_eq!(pool.stats().requested, 1 << 20);
 /// # drop(block);
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct StreamOrdered {

@@ -47,9 +47,7 @@ impl DevicePool {
     /// calls for the same tenant cost a search of a list.
     ///
     /// ```
-    /// use aquifer_core::{Budget, MemoryError};
-    /// use aquifer_device::{DevicePool, PoolConfig, Request};
-    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// use aquifer::{Budget, DeviceId, DevicePool, MemoryError, PoolConfig, Request, sim::Sim};
     /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
     /// let s = pool.stream()?;
     /// let a = Budget::new("tenant a", 8 << 20);
@@ -125,9 +123,7 @@ impl DevicePool {
 /// Wrappers, arenas and buffers accept it in place of a pool:
 ///
 /// ```
-/// use aquifer_core::Budget;
-/// use aquifer_device::{DeviceArena, DevicePool, PoolConfig};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{Budget, DeviceArena, DeviceId, DevicePool, PoolConfig, sim::Sim};
 /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
 /// let s = pool.stream()?;
 /// let tenant = pool.for_tenant(&Budget::new("tenant a", 8 << 20))?;
@@ -135,7 +131,7 @@ impl DevicePool {
 /// assert_eq!(tenant.live(), 1 << 20);
 /// drop(arena);
 /// assert_eq!(tenant.live(), 0);
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Tenant {
@@ -201,9 +197,7 @@ impl Tenant {
     /// bytes: growable memory, such as a cache of keys and values. Addresses are not counted.
     ///
     /// ```
-    /// use aquifer_core::{Budget, MemoryError};
-    /// use aquifer_device::{DevicePool, PoolConfig};
-    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// use aquifer::{Budget, DeviceId, DevicePool, MemoryError, PoolConfig, sim::Sim};
     /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
     /// let s = pool.stream()?;
     /// let tenant = pool.for_tenant(&Budget::new("tenant a", 8 << 20))?;

@@ -26,9 +26,7 @@ const PAUSES: (Duration, Duration) = (Duration::from_micros(100), Duration::from
 /// Dropping it only ends the wait, since it holds no memory before it is ready.
 ///
 /// ```
-/// use aquifer_core::{Budget, MemoryError};
-/// use aquifer_device::{DevicePool, PoolConfig, Request};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{Budget, DeviceId, DevicePool, MemoryError, PoolConfig, Request, sim::Sim};
 /// use std::{future::Future, pin::pin, task::{Context, Poll, Waker}};
 /// let config = PoolConfig::with_budget(Budget::new("small", 64 << 20));
 /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config)?;

@@ -106,12 +106,12 @@ impl Call {
 /// One counter for each call.
 ///
 /// ```
-/// use aquifer_driver::{Call, DeviceId, Driver, sim::Sim};
+/// use aquifer::{DeviceId, Driver, driver::Call, sim::Sim};
 /// let driver = Sim::h200(1).driver();
 /// let before = driver.calls().get(Call::StreamCreate);
 /// driver.stream_create(DeviceId(0), 0)?;
 /// assert_eq!(driver.calls().get(Call::StreamCreate), before + 1);
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 pub struct CallCounts {
     counts: [AtomicU64; Call::ALL.len()],

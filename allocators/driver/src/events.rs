@@ -7,7 +7,7 @@ use std::fmt::Debug;
 /// Driver calls for events.
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, Driver, sim::Sim};
+/// use aquifer::{DeviceId, Driver, sim::Sim};
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
 /// let (a, b) = (driver.stream_create(gpu, 0)?, driver.stream_create(gpu, 0)?);
 /// let event = driver.event_create(gpu)?;
@@ -15,7 +15,7 @@ use std::fmt::Debug;
 /// driver.stream_wait_event(b, event)?;     // work queued on `b` from now on waits for it
 /// driver.event_synchronize(event)?;        // and so does the host
 /// assert!(driver.event_query(event)?);
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 ///
 /// # Safety

@@ -62,7 +62,7 @@ pub unsafe trait Foreign: Send + 'static {
 /// another version of cudarc.
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, DeviceRange, External, Foreign, sim::Sim};
+/// use aquifer::{DeviceId, DeviceRange, driver::{External, Foreign}, sim::Sim};
 /// use std::sync::Arc;
 ///
 /// let driver = Sim::h200(1).driver();
@@ -76,7 +76,7 @@ pub unsafe trait Foreign: Send + 'static {
 /// assert_eq!(external.range(), range);
 /// let theirs = external.into_guard();
 /// # drop(theirs);
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 pub struct External<T, G> {
     range: DeviceRange,

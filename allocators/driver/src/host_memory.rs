@@ -15,7 +15,7 @@ use std::{fmt::Debug, ptr::NonNull};
 /// | `read_only` | memory that may not be written can be registered, such as the pages of a file | writes by a device are refused |
 ///
 /// ```
-/// use aquifer_driver::HostFlags;
+/// use aquifer::host::HostFlags;
 /// let mut flags = HostFlags::default();
 /// assert!(flags.portable && !flags.mapped && !flags.write_combined && !flags.read_only);
 /// flags.mapped = true;
@@ -43,12 +43,12 @@ impl Default for HostFlags {
 /// Host memory that devices can reach.
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, Driver, HostFlags, sim::Sim};
+/// use aquifer::{DeviceId, Driver, host::HostFlags, sim::Sim};
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
 /// let pinned = driver.host_alloc(gpu, 4096, HostFlags::default())?;
 /// // SAFETY: 1. `host_alloc` returned it. 2. It is not in use.
 /// unsafe { driver.host_free(gpu, pinned) }?;
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 ///
 /// # Safety

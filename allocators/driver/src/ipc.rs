@@ -15,7 +15,7 @@ use std::{
 /// changed after the memory is created.
 ///
 /// ```
-/// use aquifer_driver::ExportTypes;
+/// use aquifer::driver::ExportTypes;
 /// let both = ExportTypes::POSIX_FD.and(ExportTypes::FABRIC);
 /// assert!(both.covers(ExportTypes::FABRIC));
 /// assert_eq!(ExportTypes::POSIX_FD.missing(both), Some("CU_MEM_HANDLE_TYPE_FABRIC"));
@@ -90,7 +90,7 @@ impl Debug for FabricHandle {
 /// Export and import of physical memory. None of these calls waits for the device.
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, Driver, ExportTypes, sim::Sim};
+/// use aquifer::{DeviceId, Driver, driver::ExportTypes, sim::Sim};
 /// use std::os::fd::AsFd;
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
 /// let handle = driver.handle_create_exportable(gpu, 2 << 20, ExportTypes::POSIX_FD)?;
@@ -98,7 +98,7 @@ impl Debug for FabricHandle {
 /// // SAFETY: 1. No work uses it.
 /// let theirs = unsafe { driver.handle_import(gpu, file.as_fd()) }?;
 /// # let _ = theirs;
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 ///
 /// # Safety

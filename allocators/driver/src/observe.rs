@@ -60,14 +60,14 @@ pub enum HostAccess {
 /// [`Driver::observer`](crate::Driver::observer).
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, DeviceRange, Driver, sim::Sim};
+/// use aquifer::{DeviceId, DeviceRange, Driver, sim::Sim};
 /// let driver = Sim::h200(1).driver();
 /// let range = DeviceRange { device: DeviceId(0), address: driver.mem_alloc(DeviceId(0), 4096)?, bytes: 4096 };
 /// if let Some(observer) = driver.observer() {      // only the simulated GPU has one
 ///     observer.registered(range);                  // from here on, remapping it is reported
 ///     observer.unregistered(range);
 /// }
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 pub trait Observer: Debug + Send + Sync {
     /// Returns a handle that means the calling thread's `stream` on every thread, for notes: that

@@ -12,7 +12,7 @@ use std::fmt::Debug;
 /// time. Moving a handle takes about 40 µs.
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, Driver, sim::Sim};
+/// use aquifer::{DeviceId, Driver, sim::Sim};
 /// let (sim, gpu, unit) = (Sim::h200(1), DeviceId(0), 2 << 20);
 /// let driver = sim.driver();
 /// let address = driver.address_reserve(gpu, 4 * unit, 0)?;
@@ -27,7 +27,7 @@ use std::fmt::Debug;
 ///     driver.handle_release(handle)?;
 ///     driver.address_free(gpu, address, 4 * unit)?;
 /// }
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 ///
 /// # Safety

@@ -96,7 +96,7 @@
 //!   not supported.
 //! * Consequences of an earlier violation. The oracle continues, but keeps only the last accesses,
 //!   so later reports about the same bytes may be consequences of the first. Fix the first one and
-//!   run again. Only what certainly follows is not reported: that memory was unmapped or freed under
+//!   run again. Not reported is what certainly follows: that memory was unmapped or freed under
 //!   work that has been reported, and that such work then finds it unmapped.
 //!
 //! # Differences from a driver
@@ -118,8 +118,8 @@
 //! # Reporting
 //! A test takes the findings by [`Sim::violations`]. Findings that are not taken are written to
 //! standard error when the machine ends, or when the process ends if that is earlier. The process
-//! then exits with status 86, so that a test program fails. [`OnViolation`] lists the alternatives. [`Sim::on_violation`] selects one, or else
-//! `AQUIFER_SIM_VIOLATIONS`.
+//! then exits with status 86, so that a test program fails. [`OnViolation`] lists the alternatives.
+//! [`Sim::on_violation`] selects one, or else `AQUIFER_SIM_VIOLATIONS`.
 //!
 //! # Source lines
 //! Methods of [`Sim`] report the line of their caller. A driver call is made through a trait
@@ -185,7 +185,7 @@ use std::sync::Arc;
 /// machine.
 ///
 /// ```
-/// use aquifer_driver::{Access, DeviceId, DeviceRange, sim::{Sim, ViolationKind}};
+/// use aquifer::{Access, DeviceId, DeviceRange, sim::{Sim, ViolationKind}};
 /// let sim = Sim::h200(1).symbolic();
 /// let driver = sim.driver();
 /// let (a, b) = (driver.stream_create(DeviceId(0), 0)?, driver.stream_create(DeviceId(0), 0)?);
@@ -195,7 +195,7 @@ use std::sync::Arc;
 /// let found = sim.violations();
 /// assert_eq!(found[0].kind, ViolationKind::WriteRead);
 /// assert_eq!(found[0].later.site.file(), file!());
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Sim {
@@ -269,8 +269,8 @@ impl Sim {
     /// [take](Sim::violations) in this way, regardless of `AQUIFER_SIM_VIOLATIONS`.
     ///
     /// ```should_panic
-    /// use aquifer_driver::{Access, DeviceId, DeviceRange, sim::{OnViolation, Sim}};
-    /// # fn main() -> aquifer_driver::Result<()> {
+    /// use aquifer::{Access, DeviceId, DeviceRange, sim::{OnViolation, Sim}};
+    /// # fn main() -> Result<(), aquifer::error::DriverError> {
     /// let sim = Sim::h200(1).on_violation(OnViolation::Panic);
     /// let driver = sim.driver();
     /// let (a, b) = (driver.stream_create(DeviceId(0), 0)?, driver.stream_create(DeviceId(0), 0)?);

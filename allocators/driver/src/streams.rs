@@ -21,13 +21,13 @@ pub enum CaptureMode {
 /// Driver calls for streams.
 ///
 /// ```
-/// use aquifer_driver::{CaptureMode, DeviceId, Driver, sim::Sim};
+/// use aquifer::{DeviceId, Driver, driver::CaptureMode, sim::Sim};
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
 /// let urgent = driver.stream_create(gpu, *driver.stream_priorities(gpu)?.start())?;
 /// assert!(driver.stream_query(urgent)? && !driver.stream_is_capturing(urgent)?);
 /// let before = driver.exchange_capture_mode(CaptureMode::Relaxed)?;
 /// driver.exchange_capture_mode(before)?;
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 ///
 /// # Safety

@@ -28,9 +28,7 @@ use std::{
 /// moves.
 ///
 /// ```
-/// use aquifer_core::event::{Action, MemoryLocation, Recorder};
-/// use aquifer_core::{DeviceId, Tag};
-/// use aquifer_formats::RmmLog;
+/// use aquifer::{DeviceId, Tag, event::{Action, MemoryLocation, Recorder, RmmLog}};
 /// use std::sync::Arc;
 /// let path = std::env::temp_dir().join(format!("rmm-{}.csv", std::process::id()));
 /// let recorder = Recorder::new(Arc::new(RmmLog::create(&path)?));

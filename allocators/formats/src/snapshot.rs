@@ -63,9 +63,9 @@ const SIZE_UNIT: u64 = 512;
 /// A memory snapshot that PyTorch's memory viewer and `_memory_viz.py` can read.
 ///
 /// ```
-/// use aquifer_core::event::{Action, MemoryLocation, Recorder, RingSink};
-/// use aquifer_core::{DeviceId, Tag};
-/// use aquifer_formats::MemorySnapshot;
+/// use aquifer::{
+///     DeviceId, Tag, event::{Action, MemoryLocation, MemorySnapshot, Recorder, RingSink},
+/// };
 /// use std::sync::Arc;
 /// let ring = Arc::new(RingSink::new(1 << 10));
 /// let recorder = Recorder::new(ring.clone());

@@ -46,9 +46,9 @@ pub fn stats() -> Stats {
 /// used up first.
 ///
 /// ```
-/// use aquifer_global as global;
+/// use aquifer::{Global, global};
 /// #[global_allocator]
-/// static GLOBAL: global::Global = global::Global::new();
+/// static GLOBAL: Global = Global::new();
 ///
 /// global::set_cap(global::stats().live + (1 << 20));
 /// let mut buffer = Vec::<u8>::new();

@@ -68,15 +68,15 @@ impl Accounting for Tracked {
 ///
 /// ```
 /// #[global_allocator]
-/// static GLOBAL: aquifer_global::Global = aquifer_global::Global::new();
-/// assert!(aquifer_global::is_installed());
+/// static GLOBAL: aquifer::Global = aquifer::Global::new();
+/// assert!(aquifer::global::is_installed());
 /// ```
 ///
 /// It can wrap another allocator. It can also record what each tag holds, which costs some
 /// nanoseconds and four bytes for each block:
 ///
 /// ```
-/// use aquifer_global::{Global, Tracked};
+/// use aquifer::{Global, global::Tracked};
 /// use std::alloc::System; // or mimalloc's, or jemalloc's
 /// #[global_allocator]
 /// static GLOBAL: Global<System, Tracked> = Global::over(System);

@@ -11,7 +11,7 @@ use aquifer_core::{Tag, tagged};
 /// It is `Copy` and keeps nothing alive, since routes exist for the life of the process.
 ///
 /// ```
-/// use aquifer_core::{Tag, tagged};
+/// use aquifer::{Tag, tagged};
 /// use aquifer_global as global;
 /// use std::thread;
 /// #[global_allocator]

@@ -54,7 +54,7 @@
 //! chooses this with the type of its allocator: [`Tracked`] writes four bytes behind every block.
 //!
 //! ```
-//! use aquifer_global::{Global, Tracked};
+//! use aquifer::{Global, global::Tracked};
 //!
 //! #[global_allocator]
 //! static GLOBAL: Global<std::alloc::System, Tracked> = Global::new();

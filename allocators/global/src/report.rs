@@ -20,9 +20,9 @@ const LARGEST: usize = 20;
 /// A report: totals, caps, and the largest consumers with the call stacks of their blocks.
 ///
 /// ```
-/// use aquifer_global as global;
+/// use aquifer::{Global, global};
 /// #[global_allocator]
-/// static GLOBAL: global::Global = global::Global::new();
+/// static GLOBAL: Global = Global::new();
 /// let report = global::report();
 /// assert!(report.stats.live > 0);
 /// println!("{report}");

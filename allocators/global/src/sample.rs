@@ -50,7 +50,7 @@ const CHECK_INTERVAL: i64 = 1 << 20;
 /// - Walking the stack may wait for the dynamic loader.
 ///
 /// ```
-/// use aquifer_global::{self as global, Global, Tracked};
+/// use aquifer::{Global, global, global::Tracked};
 /// #[global_allocator]
 /// static GLOBAL: Global<std::alloc::System, Tracked> = Global::new();
 ///

@@ -186,16 +186,15 @@ use std::{
 ///
 /// ```
 /// use allocator_api2::vec::Vec;
-/// use aquifer_core::Budget;
-/// use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
-/// let host = Host::new(Topology::read()?, Kernel::new());
-/// let pool = PinnedPool::new(&host, &Budget::new("pinned", 1 << 30), PinnedConfig::default())?;
+/// use aquifer::Runtime;
+/// let rt = Runtime::builder().or_sim_quietly().build()?;
+/// let pool = rt.pinned_near(0).clone();            // on the node next to device 0
 /// let mut v = Vec::with_capacity_in(1 << 10, pool.allocator());
 /// v.extend(0..1000u32);
 /// assert_eq!(pool.stats().memory.requested, 4 << 10);
-/// drop(pool);
+/// drop((pool, rt));
 /// assert_eq!(v[999], 999, "blocks outlive their pool");
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Clone)]
 pub struct PinnedPool {

@@ -335,26 +335,17 @@ impl StagerCore {
 /// Cloning is cheap. Transfers keep the parts that they need alive.
 ///
 /// ```
-/// use aquifer_core::{Budget, DeviceId};
-/// use aquifer_driver::sim::Sim;
-/// use aquifer_host::{PinnedConfig, PinnedPool, Stager, StagerConfig, kernel::Kernel, region::Host, topology::Topology};
-/// use aquifer_stream::StreamPool;
-/// # use aquifer_driver::{OperandMut, Typed};
-/// # use aquifer_host::StageError;
+/// use aquifer::{DeviceBuffer, Runtime, StagerConfig};
 ///
-/// let sim = Sim::h200(1);
-/// let host = Host::new(Topology::read()?, Kernel::new()).with_driver(sim.driver(), DeviceId(0));
-/// let pool = PinnedPool::new(&host, &Budget::unlimited("pinned"), PinnedConfig::default())?;
-/// // With a device pool, use its own streams: `pool.streams()`.
-/// let streams = StreamPool::new(sim.driver(), DeviceId(0), 64);
-/// let stager = Stager::new(&host, &pool, &streams, StagerConfig::default())?;
+/// let rt = Runtime::builder().or_sim_quietly().build()?;
+/// let stager = rt.stager(0, StagerConfig::default())?;
+/// let s = rt.device(0)?.stream()?;
+/// let mut x: DeviceBuffer<u8> = rt.device(0)?.buffer(&s, 4096)?;
 ///
-/// fn there_and_back(stager: &Stager, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<u8, StageError> {
-///     let (up, mut down) = (vec![1; x.len()], vec![0; x.len()]);
-///     stager.try_scope(|s| s.upload(&up, x).map(drop))?;
-///     stager.try_scope(|s| s.download(x, &mut down).map(drop))?;
-///     Ok(down[0])
-/// }
+/// let (up, mut down) = (vec![1; x.len()], vec![0; x.len()]);
+/// stager.try_scope(|s| s.upload(&up, &mut x).map(drop))?;
+/// stager.try_scope(|s| s.download(&x, &mut down).map(drop))?;
+/// assert_eq!(down, up);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]

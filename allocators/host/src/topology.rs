@@ -57,21 +57,18 @@ const MPS_VARIABLE: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
 /// The topology of the machine, as the kernel described it at one moment.
 ///
 /// ```
-/// use aquifer_host::topology::{HugePool, MemoryLimit, ThpMode, Topology};
+/// use aquifer::host::Topology;
 /// let topology = Topology::read()?;
 /// for node in topology.nodes() {
 ///     println!("{}: CPUs {}, of which {} are ours", node.id, node.cpus, node.allowed_cpus);
 /// }
-/// for HugePool { page_size, total, free, .. } in topology.huge_pools() {
-///     println!("{free} of {total} pages of {page_size} bytes are free");
+/// for pages in topology.huge_pools() {
+///     println!("{} of {} pages of {} bytes are free", pages.free, pages.total, pages.page_size);
 /// }
-/// if topology.thp().value == Some(ThpMode::Never) {
-///     println!("transparent huge pages are disabled");
+/// if let Some(group) = topology.memory_limit().value {
+///     println!("{} bytes are left of the control group's {}", group.remaining, group.limit);
 /// }
-/// if let Some(MemoryLimit { limit, remaining, .. }) = topology.memory_limit().value {
-///     println!("{remaining} bytes are left of the control group's {limit}");
-/// }
-/// # Ok::<(), aquifer_host::topology::TopologyError>(())
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Topology {

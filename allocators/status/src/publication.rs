@@ -117,10 +117,11 @@ fn resume_forked() -> bool {
 /// Ends publication in this process and its future children, and removes the file.
 ///
 /// ```
-/// aquifer_status::start()?;         // what the first pool does
-/// aquifer_status::disable();
-/// assert!(!aquifer_status::is_published());
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// use aquifer::{Runtime, status};
+/// let rt = Runtime::builder().or_sim_quietly().build()?;       // its first pool publishes them
+/// status::disable();
+/// assert!(!status::is_published());
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 pub fn disable() {
     let _changing = Changing::enter();

@@ -135,7 +135,7 @@ fn attributes_of(pool: &PoolStatus) -> Vec<KeyValue> {
 /// ```
 /// # let provider = opentelemetry_sdk::metrics::SdkMeterProvider::default();
 /// use opentelemetry::metrics::MeterProvider;
-/// aquifer_status::register_metrics(&provider.meter("aquifer"));
+/// aquifer::status::register_metrics(&provider.meter("aquifer"));
 /// ```
 pub fn register_metrics(meter: &Meter) {
     let reading = Arc::new(CachedReading::default());

@@ -71,8 +71,7 @@ struct LaunchEntry<'a> {
 /// and written in another, it counts as read and written.
 ///
 /// ```
-/// use aquifer_core::Result;
-/// use aquifer_stream::{Launch, Stream, TrackUses};
+/// use aquifer::{Stream, error::Result, stream::{Launch, TrackUses}};
 ///
 /// fn add(s: &Stream, a: &impl TrackUses, b: &impl TrackUses, sum: &impl TrackUses) -> Result<()> {
 ///     let ready = Launch::on(s).reads(a).reads(b).writes(sum).preflight()?;

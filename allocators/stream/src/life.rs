@@ -9,8 +9,7 @@ use std::{
 /// How a stream's handle is kept valid for events that are recorded later.
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, Driver, sim::Sim};
-/// use aquifer_stream::{StreamLifetime, StreamPool};
+/// use aquifer::{DeviceId, Driver, StreamPool, sim::Sim, stream::StreamLifetime};
 /// let driver = Sim::h200(1).driver();
 /// let streams = StreamPool::new(driver.clone(), DeviceId(0), 4);
 /// let theirs = driver.stream_create(DeviceId(0), 0)?;

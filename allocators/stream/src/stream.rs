@@ -197,9 +197,7 @@ impl Drop for StreamLease {
 /// [`Point::reached`] is called after the work is queued.
 ///
 /// ```
-/// use aquifer_core::Gate;
-/// use aquifer_driver::{DeviceId, sim::Sim};
-/// use aquifer_stream::{Point, StreamPool};
+/// use aquifer::{DeviceId, Gate, StreamPool, sim::Sim, stream::Point};
 /// let streams = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 4);
 /// let stream = streams.lease()?;
 /// let point = Point::ahead(stream.timeline());
@@ -207,7 +205,7 @@ impl Drop for StreamLease {
 /// // … work is queued on the stream …
 /// point.reached();
 /// assert!(point.wait(None)?);
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Clone)]
 pub struct Point {
@@ -266,8 +264,7 @@ impl Gate for Point {
 /// longer report completion. It needs no runtime, see [`aquifer_core::wake`].
 ///
 /// ```
-/// use aquifer_core::Result;
-/// use aquifer_stream::Stream;
+/// use aquifer::{Stream, error::Result};
 /// /// Returns when all work queued so far is complete. Blocks no thread.
 /// async fn finished(stream: &Stream) -> Result<()> {
 ///     stream.point().await

@@ -183,9 +183,7 @@ impl Timeline {
     /// ordered by the same timeline.
     ///
     /// ```
-    /// use aquifer_core::DeviceId;
-    /// use aquifer_driver::sim::Sim;
-    /// use aquifer_stream::StreamPool;
+    /// use aquifer::{DeviceId, StreamPool, sim::Sim};
     /// use std::sync::Arc;
     /// let driver = Sim::h200(1).driver();
     /// let streams = || StreamPool::new(driver.clone(), DeviceId(0), 4);
@@ -194,7 +192,7 @@ impl Timeline {
     /// assert!(second.timeline(stream.raw(), None).is_err()); // a handle is not enough
     /// let timeline = second.timeline(stream.raw(), Some(stream.timeline().keep_alive()))?;
     /// assert!(Arc::ptr_eq(&timeline, stream.timeline()));
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     #[must_use]
     pub fn keep_alive(self: &Arc<Self>) -> KeepAlive {
@@ -262,16 +260,14 @@ impl Timeline {
     /// retired. An idle stream of a pool may be leased again at any time.
     ///
     /// ```
-    /// use aquifer_core::DeviceId;
-    /// use aquifer_driver::sim::Sim;
-    /// use aquifer_stream::StreamPool;
+    /// use aquifer::{DeviceId, StreamPool, sim::Sim};
     /// let pool = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 4);
     /// let stream = pool.lease()?;
     /// let timeline = stream.timeline().clone();
     /// assert!(timeline.is_leased());
     /// drop(stream);
     /// assert!(!timeline.is_leased());
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     #[must_use]
     pub fn is_leased(&self) -> bool {
@@ -350,8 +346,7 @@ impl Timeline {
     /// by synchronising the device. Makes no driver call.
     ///
     /// ```
-    /// use aquifer_driver::{DeviceId, sim::Sim};
-    /// use aquifer_stream::StreamPool;
+    /// use aquifer::{DeviceId, StreamPool, sim::Sim};
     /// let streams = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 4);
     /// let theirs = std::thread::spawn({
     ///     let streams = streams.clone();
@@ -359,7 +354,7 @@ impl Timeline {
     /// });
     /// let timeline = theirs.join().expect("it does not panic")?;
     /// assert!(timeline.is_out_of_reach(timeline.open()));
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     #[must_use]
     pub fn is_out_of_reach(&self, epoch: u64) -> bool {

@@ -34,7 +34,7 @@ use std::{alloc::Layout, fmt, ptr::NonNull, time::Instant};
 ///   blocks in the same chunk.
 ///
 /// ```
-/// use aquifer_adapters::Arena;
+/// use aquifer::Arena;
 /// use allocator_api2::vec::Vec;
 /// let mut arena = Arena::new();
 /// let point = arena.alloc((1.0, 2.0));
@@ -45,7 +45,7 @@ use std::{alloc::Layout, fmt, ptr::NonNull, time::Instant};
 /// drop(list);
 /// arena.reset()?;
 /// assert_eq!(arena.stats().allocated, 0);
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 pub struct Arena<A: Allocator = Global> {
     bump: Bump<A>,

@@ -13,7 +13,7 @@ use std::{alloc::Layout, fmt, marker::PhantomData, ptr::NonNull};
 /// scope cannot grow into the memory of the inner one.
 ///
 /// ```
-/// use aquifer_adapters::Arena;
+/// use aquifer::Arena;
 /// use allocator_api2::vec::Vec;
 /// let mut arena = Arena::new();
 /// let longest = arena.scope(|outer| {
@@ -30,14 +30,14 @@ use std::{alloc::Layout, fmt, marker::PhantomData, ptr::NonNull};
 /// Allocations cannot escape a scope:
 ///
 /// ```compile_fail
-/// let mut arena = aquifer_adapters::Arena::new();
+/// let mut arena = aquifer::Arena::new();
 /// let escaped = arena.scope(|scope| scope.alloc(1));
 /// ```
 ///
 /// An outer scope cannot allocate while an inner one is open:
 ///
 /// ```compile_fail
-/// let mut arena = aquifer_adapters::Arena::new();
+/// let mut arena = aquifer::Arena::new();
 /// arena.scope(|outer| {
 ///     outer.scope(|_inner| { outer.alloc(1); });
 /// });

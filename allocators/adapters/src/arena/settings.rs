@@ -8,7 +8,7 @@ const MAX_CHUNK: usize = 16 << 20;
 /// The settings that determine how an [`Arena`](crate::Arena) takes its chunks.
 ///
 /// ```
-/// use aquifer_adapters::{Arena, ArenaSettings};
+/// use aquifer::{Arena, adapters::ArenaSettings};
 /// use allocator_api2::alloc::Global;
 /// let settings = ArenaSettings::new().first_chunk(1 << 10).max_chunk(4 << 10).limit(8 << 10);
 /// let arena = Arena::with_settings_in(settings, Global);

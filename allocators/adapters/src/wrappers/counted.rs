@@ -21,7 +21,7 @@ use std::{
 /// exact, because each change of the live bytes is atomic.
 ///
 /// ```
-/// use aquifer_adapters::CountingAllocator;
+/// use aquifer::adapters::CountingAllocator;
 /// use allocator_api2::{alloc::Global, boxed::Box};
 /// let counted = CountingAllocator::new(Global);
 /// let first = Box::new_in([0u8; 100], &counted);

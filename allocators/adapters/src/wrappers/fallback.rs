@@ -20,7 +20,7 @@ use std::{ptr::NonNull, sync::Arc};
 /// reason, the second is tried. Both must be of one device, so that a stream fits both.
 ///
 /// ```
-/// use aquifer_adapters::{Arena, ArenaSettings, Fallback, Owns};
+/// use aquifer::{Arena, adapters::{ArenaSettings, Fallback, Owns}};
 /// use allocator_api2::{alloc::Global, vec::Vec};
 /// let arena = Arena::with_settings_in(ArenaSettings::new().limit(4096), Global);
 /// let both = Fallback::new(&arena, Global);

@@ -26,8 +26,7 @@ use std::{
 /// A pool charges its physical memory itself. Use this adapter to bound live bytes.
 ///
 /// ```
-/// use aquifer_adapters::Limit;
-/// use aquifer_core::Budget;
+/// use aquifer::{Budget, Limit};
 /// use allocator_api2::{alloc::Global, vec::Vec};
 /// let budget = Budget::new("uploads", 1000);
 /// let limit = Limit::new(Global, budget.clone());

@@ -17,7 +17,7 @@ use std::{ptr::NonNull, sync::Arc};
 /// sources of [`Opaque`] memory of one device.
 ///
 /// ```
-/// use aquifer_adapters::{CountingAllocator, Segregate};
+/// use aquifer::adapters::{CountingAllocator, Segregate};
 /// use allocator_api2::{alloc::Global, vec::Vec};
 /// let (nodes, buffers) = (CountingAllocator::new(Global), CountingAllocator::new(Global));
 /// let by_size = Segregate::new(4096, &nodes, &buffers);

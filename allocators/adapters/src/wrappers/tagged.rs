@@ -14,8 +14,7 @@ use std::{ptr::NonNull, sync::Arc};
 /// replaces the tag of the request.
 ///
 /// ```
-/// use aquifer_adapters::Tagged;
-/// use aquifer_core::Tag;
+/// use aquifer::{Tag, adapters::Tagged};
 /// use allocator_api2::{alloc::Global, vec::Vec};
 /// let kv = Tagged::new(Global, Tag::named("kv-cache"));
 /// let pages: Vec<u8, _> = Vec::with_capacity_in(4096, &kv);

@@ -103,14 +103,14 @@ impl fmt::Debug for Charge {
 /// Bytes taken all at once and drawn in parts. The rest is released when this is dropped.
 ///
 /// ```
-/// use aquifer_core::Budget;
+/// use aquifer::Budget;
 /// let budget = Budget::new("device 0", 100);
 /// let mut held = budget.reserve(80)?;
 /// let first = held.draw(30)?;                  // cannot be refused because of other charges
 /// assert_eq!((held.remaining(), budget.used()), (50, 80));
 /// drop(held);
 /// assert_eq!(budget.used(), first.bytes());
-/// # Ok::<(), aquifer_core::OutOfBudget>(())
+/// # Ok::<(), aquifer::OutOfBudget>(())
 /// ```
 #[must_use = "a reservation that is dropped at once holds nothing"]
 #[derive(Debug)]
@@ -178,14 +178,14 @@ impl Budget {
     /// tree's lock.
     ///
     /// ```
-    /// use aquifer_core::Budget;
+    /// use aquifer::Budget;
     /// let budget = Budget::new("device 0", 100);
     /// let charge = budget.charge(60)?;                          // for a range that stays mapped
     /// let count = budget.count_stranded(charge.bytes());
     /// assert_eq!((budget.used(), budget.stranded()), (60, 60));
     /// drop((count, charge));                                    // it has been unmapped
     /// assert_eq!((budget.used(), budget.stranded()), (0, 0));
-    /// # Ok::<(), aquifer_core::OutOfBudget>(())
+    /// # Ok::<(), aquifer::OutOfBudget>(())
     /// ```
     #[doc(hidden)]
     pub fn count_stranded(&self, bytes: u64) -> StrandedCount {
@@ -204,7 +204,7 @@ impl Drop for StrandedCount {
 /// dropped, since the memory is still allocated.
 ///
 /// ```
-/// use aquifer_core::Budget;
+/// use aquifer::Budget;
 /// let budget = Budget::new("device 0", 100);
 /// let stranded = budget.charge(60)?.strand();              // the driver has refused to release it
 /// assert_eq!((budget.used(), budget.stranded()), (60, 60));
@@ -212,7 +212,7 @@ impl Drop for StrandedCount {
 /// assert_eq!(budget.stranded(), 60);
 /// assert!(stranded.retry(|| Ok::<_, &str>(())).is_ok());   // now it has
 /// assert_eq!((budget.used(), budget.stranded()), (0, 0));
-/// # Ok::<(), aquifer_core::OutOfBudget>(())
+/// # Ok::<(), aquifer::OutOfBudget>(())
 /// ```
 #[must_use = "the memory is still held: its owner can try again"]
 #[derive(Debug)]

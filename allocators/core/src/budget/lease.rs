@@ -45,7 +45,7 @@ const IN_USE: u8 = 1;
 /// limit, but not as [used](Budget::used). A charge that would be refused recalls them first.
 ///
 /// ```
-/// use aquifer_core::Budget;
+/// use aquifer::Budget;
 /// let tenant = Budget::new("tenant a", 1 << 20);
 /// let lease = tenant.lease(64 << 10);
 /// let live = lease.charge(1000)?;              // from here on a few instructions per charge
@@ -55,7 +55,7 @@ const IN_USE: u8 = 1;
 /// assert!(lease.charge(1).is_err());
 /// drop((live, all, lease));
 /// assert_eq!(tenant.used(), 0);
-/// # Ok::<(), aquifer_core::OutOfBudget>(())
+/// # Ok::<(), aquifer::OutOfBudget>(())
 /// ```
 pub struct BudgetLease {
     body: &'static LeaseBody,
@@ -161,7 +161,7 @@ impl Leased {
     /// not change.
     ///
     /// ```
-    /// use aquifer_core::Budget;
+    /// use aquifer::Budget;
     /// let tenant = Budget::new("tenant a", 100);
     /// let lease = tenant.lease(10);
     /// let mut both = lease.charge(70)?;
@@ -169,7 +169,7 @@ impl Leased {
     /// assert_eq!((both.bytes(), one.map(|one| one.bytes())), (40, Some(30)));
     /// drop((both, lease));
     /// assert_eq!(tenant.used(), 0);
-    /// # Ok::<(), aquifer_core::OutOfBudget>(())
+    /// # Ok::<(), aquifer::OutOfBudget>(())
     /// ```
     #[must_use]
     pub fn split(&mut self, bytes: u64) -> Option<Leased> {

@@ -27,7 +27,7 @@ impl Level {
 /// The thresholds of the levels, in bytes.
 ///
 /// ```
-/// use aquifer_core::{Budget, budget::{Level, Levels}};
+/// use aquifer::{Budget, budget::{Level, Levels}};
 /// let budget = Budget::new("device 0", 100);
 /// budget.set_levels(Levels { soft: 70, critical: 90, slack: 10 });
 /// let most = budget.charge(60)?;
@@ -35,7 +35,7 @@ impl Level {
 /// assert_eq!(budget.level(), Level::Warning);
 /// drop(more);                                  // 60 is not above 70 − 10
 /// assert_eq!(budget.level(), Level::Nominal);
-/// # Ok::<(), aquifer_core::OutOfBudget>(())
+/// # Ok::<(), aquifer::OutOfBudget>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Levels {

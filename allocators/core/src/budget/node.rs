@@ -184,7 +184,7 @@ impl WaitQueue {
 /// Clones are handles to the same node.
 ///
 /// ```
-/// use aquifer_core::Budget;
+/// use aquifer::Budget;
 /// let device = Budget::new("device 0", 100);
 /// let tenant = device.child("tenant a", 80);
 /// let other = device.child("tenant b", 100);
@@ -194,7 +194,7 @@ impl WaitQueue {
 /// assert_eq!((device.used(), device.remaining(), other.remaining()), (70, 0, 30));
 /// drop(most);
 /// assert_eq!(device.used(), 0);
-/// # Ok::<(), aquifer_core::OutOfBudget>(())
+/// # Ok::<(), aquifer::OutOfBudget>(())
 /// ```
 pub struct Budget {
     pub(super) node: &'static Node,

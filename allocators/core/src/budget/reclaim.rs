@@ -69,7 +69,7 @@ impl Budget {
     /// registration or the last other reference to it is dropped.
     ///
     /// ```
-    /// use aquifer_core::{Budget, Charge, budget::{Offer, Reclaim}};
+    /// use aquifer::{Budget, budget::{Charge, Offer, Reclaim}};
     /// use std::{sync::{Arc, Mutex}, time::{Duration, Instant}};
     /// struct Cache(Mutex<Vec<Charge>>);
     /// impl Reclaim for Cache {
@@ -83,7 +83,7 @@ impl Budget {
     /// assert!(budget.charge(80).is_err());
     /// assert_eq!(budget.make_room(80, None, None).missing, 0);
     /// assert!(budget.charge(80).is_ok());
-    /// # Ok::<(), aquifer_core::OutOfBudget>(())
+    /// # Ok::<(), aquifer::OutOfBudget>(())
     /// ```
     pub fn on_need<R: Reclaim + 'static>(&self, holder: &Arc<R>) -> HookRegistration {
         let holder: Weak<R> = Arc::downgrade(holder);
@@ -178,13 +178,13 @@ impl Budget {
     /// blocks.
     ///
     /// ```
-    /// use aquifer_core::Budget;
+    /// use aquifer::Budget;
     /// let budget = Budget::new("device 0", 64);
     /// let _held = budget.charge(40)?;
     /// assert_eq!((budget.shortfall(24), budget.shortfall(26)), (0, 2));
     /// budget.set_limit(24);
     /// assert_eq!((budget.remaining(), budget.shortfall(2)), (0, 18));
-    /// # Ok::<(), aquifer_core::OutOfBudget>(())
+    /// # Ok::<(), aquifer::OutOfBudget>(())
     /// ```
     #[must_use]
     pub fn shortfall(&self, bytes: u64) -> u64 {
@@ -270,7 +270,7 @@ impl Budget {
 /// success in between.
 ///
 /// ```
-/// use aquifer_core::{Budget, Charge, budget::{Offer, Reclaim}};
+/// use aquifer::{Budget, budget::{Charge, Offer, Reclaim}};
 /// use std::{sync::{Arc, Mutex}, time::{Duration, Instant}};
 /// struct Cache(Mutex<Vec<Charge>>);
 /// impl Reclaim for Cache {
@@ -290,7 +290,7 @@ impl Budget {
 ///     }
 /// };
 /// assert_eq!(charge?.bytes(), 80);
-/// # Ok::<(), aquifer_core::OutOfBudget>(())
+/// # Ok::<(), aquifer::OutOfBudget>(())
 /// ```
 pub struct Asking<'a> {
     budget: &'a Budget,

@@ -47,7 +47,7 @@ impl Budget {
     /// been refused in between.
     ///
     /// ```
-    /// use aquifer_core::Budget;
+    /// use aquifer::Budget;
     /// let machine = Budget::new("the machine", 100);
     /// let (left, right) = (machine.child("device 0", 80), machine.child("device 1", 30));
     /// let both = Budget::reserve_all(&[(&left, 60), (&right, 30)])?;
@@ -56,7 +56,7 @@ impl Budget {
     /// let refused = Budget::reserve_all(&[(&left, 80), (&right, 30)]).unwrap_err();
     /// assert_eq!((refused.budget, refused.requested), ("the machine", 110));
     /// assert_eq!((machine.used(), machine.peak()), (0, 90));
-    /// # Ok::<(), aquifer_core::OutOfBudget>(())
+    /// # Ok::<(), aquifer::OutOfBudget>(())
     /// ```
     ///
     /// # Errors

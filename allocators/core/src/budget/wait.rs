@@ -227,7 +227,7 @@ impl Waiters {
 /// it is polled, when any thread scans the queue, or by [`Budget::expire_waits`].
 ///
 /// ```
-/// use aquifer_core::Budget;
+/// use aquifer::Budget;
 /// use std::{future::Future, pin::pin, task::{Context, Poll, Waker}};
 /// let budget = Budget::new("device 0", 100);
 /// let most = budget.charge(80)?;
@@ -238,7 +238,7 @@ impl Waiters {
 /// drop(most);
 /// let Poll::Ready(charge) = waiting.poll(&mut context) else { panic!("the bytes are there") };
 /// assert_eq!(charge?.bytes(), 50);
-/// # Ok::<(), aquifer_core::OutOfBudget>(())
+/// # Ok::<(), aquifer::OutOfBudget>(())
 /// ```
 #[must_use = "a future waits only while it is polled"]
 pub struct Waiting {

@@ -8,7 +8,7 @@ use std::{error, fmt};
 /// On a machine without a GPU this is a normal result, usually [`NoLibrary`](Self::NoLibrary).
 ///
 /// ```
-/// use aquifer_core::NoGpu;
+/// use aquifer::error::NoGpu;
 /// println!("no GPU: {}", NoGpu::NoLibrary);
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq)]

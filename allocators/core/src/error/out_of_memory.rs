@@ -48,7 +48,7 @@ pub struct TenantHolding {
 /// [`Remedy`](crate::error::Remedy).
 ///
 /// ```
-/// use aquifer_core::{Budget, OutOfMemory};
+/// use aquifer::{Budget, OutOfMemory};
 /// let device = Budget::new("the device", 100);
 /// let mut error = OutOfMemory::new("device 0".into(), 300);
 /// error.refused = device.charge(300).err();

@@ -19,11 +19,11 @@ impl Recorder {
     /// All pools of the process share the file, which is created at the first call.
     ///
     /// ```
-    /// use aquifer_core::Recorder;
+    /// use aquifer::event::Recorder;
     /// if std::env::var_os("AQUIFER_TRACE").is_none() {
     ///     assert!(Recorder::with_environment(None)?.is_none());
     /// }
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     ///
     /// # Errors

@@ -19,8 +19,7 @@ use super::EventSink;
 /// - A child of a fork has its own file from its first line on.
 ///
 /// ```
-/// use aquifer_core::event::{Action, Event, EventSink, LineLog, MemoryLocation, Recorder};
-/// use aquifer_core::Tag;
+/// use aquifer::{Tag, event::{Action, Event, EventSink, LineLog, MemoryLocation, Recorder}};
 /// use std::{fs, sync::Arc};
 ///
 /// /// Writes the size of each allocation.

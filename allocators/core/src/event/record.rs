@@ -40,7 +40,7 @@ pub enum Action {
 /// The kind of a block, by the way its memory is held.
 ///
 /// ```
-/// use aquifer_core::event::BlockKind;
+/// use aquifer::event::BlockKind;
 /// assert_eq!(BlockKind::Reserved.name(), "reserved");
 /// assert_eq!(BlockKind::from_name("reserved"), Some(BlockKind::Reserved));
 /// ```

@@ -30,8 +30,7 @@ use std::{
 /// positions are taken as the ring has room for.
 ///
 /// ```
-/// use aquifer_core::event::{Action, MemoryLocation, Recorder, RingSink};
-/// use aquifer_core::{DeviceId, EventSink, Tag};
+/// use aquifer::{DeviceId, Tag, event::{Action, EventSink, MemoryLocation, Recorder, RingSink}};
 /// use std::sync::Arc;
 /// let ring = Arc::new(RingSink::new(2));
 /// let recorder = Recorder::new(ring.clone());
@@ -140,8 +139,7 @@ impl RingSink {
     /// still overwrite it.
     ///
     /// ```
-    /// use aquifer_core::event::{Action, MemoryLocation, Recorder, RingSink};
-    /// use aquifer_core::{DeviceId, Tag};
+    /// use aquifer::{DeviceId, Tag, event::{Action, MemoryLocation, Recorder, RingSink}};
     /// use std::sync::Arc;
     /// let ring = Arc::new(RingSink::new(16));
     /// let recorder = Recorder::new(ring.clone());

@@ -26,7 +26,7 @@ impl EventSink for NullSink {
 /// all others at debug level.
 ///
 /// ```
-/// use aquifer_core::event::{Recorder, TracingSink};
+/// use aquifer::event::{Recorder, TracingSink};
 /// use std::sync::Arc;
 /// let recorder = Recorder::new(Arc::new(TracingSink)); // for a pool's settings
 /// # drop(recorder);

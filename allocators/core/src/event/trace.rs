@@ -84,8 +84,7 @@ const MAX_TAG_BYTES: usize = 1024;
 /// in its parent's file.
 ///
 /// ```
-/// use aquifer_core::event::{Action, MemoryLocation, Recorder, TraceFile};
-/// use aquifer_core::{DeviceId, Tag};
+/// use aquifer::{DeviceId, Tag, event::{Action, MemoryLocation, Recorder, TraceFile}};
 /// use std::sync::Arc;
 /// # if cfg!(miri) { return Ok(()); } // which opens no files
 /// let path = std::env::temp_dir().join(format!("trace-{}.csv", std::process::id()));

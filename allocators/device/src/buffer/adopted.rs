@@ -42,8 +42,9 @@ use std::{
 /// the value leaks the memory.
 ///
 /// ```
-/// use aquifer_device::{Adopted, DevicePool, PoolConfig};
-/// use aquifer_driver::{DeviceId, DeviceRange, External, sim::Sim};
+/// use aquifer::{
+///     Adopted, DeviceId, DevicePool, DeviceRange, PoolConfig, driver::External, sim::Sim,
+/// };
 /// use std::sync::Arc;
 ///
 /// let sim = Sim::h200(1);
@@ -63,7 +64,7 @@ use std::{
 /// let external = x.into_inner()?; // and `theirs` waits for `s`
 /// assert_eq!(external.into_guard(), "their tensor");
 /// assert!(sim.violations().is_empty());
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 pub struct Adopted<F: Foreign> {
     buffer: DeviceBuffer<F::Item>,

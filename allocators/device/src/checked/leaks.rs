@@ -10,8 +10,7 @@ use std::{collections::HashMap, fmt, panic::Location};
 /// counts with its committed bytes.
 ///
 /// ```
-/// use aquifer_device::{Debugging, DevicePool, PoolConfig};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{Debugging, DeviceId, DevicePool, PoolConfig, sim::Sim};
 /// let mut config = PoolConfig::default();
 /// config.debug.leaks = true;
 /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config)?;
@@ -20,7 +19,7 @@ use std::{collections::HashMap, fmt, panic::Location};
 /// let leaks = pool.leaks().unwrap_or_default();
 /// assert_eq!((leaks.bytes(), leaks.groups()[0].at.file()), (1000, file!()));
 /// println!("{leaks}");
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Clone, Default, Debug)]
 pub struct LeakReport {

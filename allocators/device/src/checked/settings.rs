@@ -14,8 +14,7 @@ const DEFAULT_QUARANTINE: u64 = 64 << 20;
 /// [`Debugging::on_finding`]. A finding never panics.
 ///
 /// ```
-/// use aquifer_device::{Debugging, DevicePool, PoolConfig};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{Debugging, DeviceId, DevicePool, PoolConfig, sim::Sim};
 /// let mut config = PoolConfig::default();
 /// config.debug = Debugging::all();
 /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config)?;
@@ -24,7 +23,7 @@ const DEFAULT_QUARANTINE: u64 = 64 << 20;
 /// stream.fill(&mut x, 1)?;
 /// drop(x);
 /// assert!(pool.check()?.is_empty());
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 ///
 /// [`DevicePool::findings`]: crate::DevicePool::findings

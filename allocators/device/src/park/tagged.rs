@@ -116,9 +116,7 @@ pub(crate) trait TaggedMemory: Send + Sync {
 /// Dropping it allows uses again, as if nothing had happened.
 ///
 /// ```
-/// use aquifer_core::Tag;
-/// use aquifer_device::{DevicePool, Park, PoolConfig, Request};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceId, DevicePool, Park, PoolConfig, Request, Tag, sim::Sim};
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
 /// let (stream, tag) = (pool.stream()?, Tag::named("two steps"));
@@ -131,7 +129,7 @@ pub(crate) trait TaggedMemory: Send + Sync {
 /// drop(pending);
 /// assert!(!parkable.is_parked());
 /// # drop(block);
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[must_use = "dropping it makes everything resident again"]
 pub struct PendingPark {
@@ -188,9 +186,7 @@ impl fmt::Debug for PendingPark {
 /// but copies nothing and waits for no work.
 ///
 /// ```
-/// use aquifer_core::Tag;
-/// use aquifer_device::{DevicePool, Park, PoolConfig, Request};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceId, DevicePool, Park, PoolConfig, Request, Tag, sim::Sim};
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
 /// let (stream, tag) = (pool.stream()?, Tag::named("two steps"));
@@ -203,7 +199,7 @@ impl fmt::Debug for PendingPark {
 /// assert!(parkable.is_parked());
 /// assert_eq!(pool.begin_resume(tag, None)?.commit().blocks, 1);
 /// # drop(block);
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[must_use = "dropping it parks everything again"]
 pub struct PendingResume {

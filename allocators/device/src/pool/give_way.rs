@@ -90,8 +90,7 @@ impl DevicePool {
     /// deadline in the past it waits for neither. `None` means no limit.
     ///
     /// ```
-    /// use aquifer_device::{DevicePool, PoolConfig, Request};
-    /// use aquifer_driver::{DeviceId, Driver, sim::Sim};
+    /// use aquifer::{DeviceId, DevicePool, Driver, PoolConfig, Request, sim::Sim};
     /// let sim = Sim::h200(1).symbolic();
     /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
     /// let stream = pool.stream()?;
@@ -106,7 +105,7 @@ impl DevicePool {
     ///     }
     /// });
     /// assert!(answer.is_ok());
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     #[track_caller]
     pub fn give_back(&self, bytes: u64, deadline: Option<Instant>) -> Room {

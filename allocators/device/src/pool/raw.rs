@@ -65,14 +65,13 @@ impl DevicePool {
     /// both.
     ///
     /// ```
-    /// use aquifer_device::{DevicePool, PoolConfig, Request};
-    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// use aquifer::{DeviceId, DevicePool, PoolConfig, Request, sim::Sim};
     /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
     /// let address = pool.alloc_raw(&pool.stream()?, Request::bytes(4096))?;
     /// assert_eq!(pool.stats().requested, 4096);
     /// pool.free_raw(address)?;
     /// assert_eq!(pool.stats().requested, 0);
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     ///
     /// # Errors
@@ -93,15 +92,14 @@ impl DevicePool {
     /// Returns the block of this pool that was [converted](Block::into_raw) to this address.
     ///
     /// ```
-    /// use aquifer_device::{DevicePool, PoolConfig, Request};
-    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// use aquifer::{DeviceId, DevicePool, PoolConfig, Request, sim::Sim};
     /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
     /// let stream = pool.stream()?;
     /// let address = pool.alloc(&stream, Request::bytes(4096))?.into_raw();
     /// let block = pool.from_raw(address)?;
     /// assert_eq!((block.address(), block.bytes()), (address, 4096));
     /// assert!(pool.from_raw(address).is_err(), "it has an owner again");
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     ///
     /// # Errors
@@ -128,15 +126,14 @@ impl DevicePool {
     /// its reuse.
     ///
     /// ```
-    /// use aquifer_device::{DevicePool, PoolConfig, Request};
-    /// use aquifer_driver::{Access, DeviceId, sim::Sim};
+    /// use aquifer::{Access, DeviceId, DevicePool, PoolConfig, Request, sim::Sim};
     /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
     /// let (stream, other) = (pool.stream()?, pool.stream()?);
     /// let address = pool.alloc(&stream, Request::bytes(4096))?.into_raw();
     /// other.wait_for(&stream)?;
     /// pool.share_raw(address)?.record_use(&other, Access::Read)?;
     /// pool.free_raw(address)?; // `stream` reuses it only after `other` is done
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     ///
     /// # Errors
@@ -211,8 +208,7 @@ impl DevicePool {
     /// bypass mode are not among them. Locks one cache at a time.
     ///
     /// ```
-    /// use aquifer_device::{DevicePool, PoolConfig, Request};
-    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// use aquifer::{DeviceId, DevicePool, PoolConfig, Request, sim::Sim};
     /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
     /// let stream = pool.stream()?;
     /// let address = pool.alloc_raw(&stream, Request::bytes(4096))?;
@@ -221,7 +217,7 @@ impl DevicePool {
     /// assert_eq!(blocks[0].1, stream.raw());
     /// pool.free_raw(address)?;
     /// assert!(pool.raw_ranges().is_empty());
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     #[must_use]
     pub fn raw_ranges(&self) -> Vec<(DeviceRange, RawStream)> {

@@ -48,14 +48,13 @@ impl DevicePool {
     /// Sets the peaks of [`DevicePool::stats`] to what is held now. Never waits for the driver.
     ///
     /// ```
-    /// use aquifer_device::{DevicePool, PoolConfig, Request};
-    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// use aquifer::{DeviceId, DevicePool, PoolConfig, Request, sim::Sim};
     /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
     /// drop(pool.alloc(&pool.stream()?, Request::bytes(4096))?);
     /// assert_eq!(pool.stats().peak_requested, 4096);
     /// pool.reset_peaks();
     /// assert_eq!(pool.stats().peak_requested, 0);
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     pub fn reset_peaks(&self) {
         let core = self.core();

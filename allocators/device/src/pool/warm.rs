@@ -16,8 +16,7 @@ impl DevicePool {
     /// same budget; and closing the pool. It is not refilled automatically.
     ///
     /// ```
-    /// use aquifer_device::{DevicePool, PoolConfig, Request};
-    /// use aquifer_driver::{Call, DeviceId, sim::Sim};
+    /// use aquifer::{DeviceId, DevicePool, PoolConfig, Request, driver::Call, sim::Sim};
     /// let sim = Sim::h200(1);
     /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
     /// pool.warm(1 << 30)?;
@@ -27,7 +26,7 @@ impl DevicePool {
     /// drop(block);
     /// pool.trim(0)?;
     /// assert_eq!(pool.stats().physical, 1 << 30);
-    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
     ///
     /// # Errors

@@ -6,8 +6,7 @@ use std::{error, fmt, io};
 /// Why a block could not be shared, sent or received. Nothing stays mapped or open.
 ///
 /// ```
-/// use aquifer_device::{DevicePool, PoolConfig, ShareError};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceId, DevicePool, PoolConfig, device::ShareError, sim::Sim};
 /// use std::{io::Write, os::unix::net::UnixStream};
 /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
 /// let (mut here, there) = UnixStream::pair()?;

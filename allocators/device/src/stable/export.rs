@@ -18,8 +18,7 @@ use std::{
 /// been taken out of it, or sent, keeps the memory too, beyond what the budget can count.
 ///
 /// ```
-/// use aquifer_device::{DevicePool, PoolConfig, Request};
-/// use aquifer_driver::{DeviceId, ExportTypes, sim::Sim};
+/// use aquifer::{DeviceId, DevicePool, PoolConfig, Request, driver::ExportTypes, sim::Sim};
 /// let sim = Sim::h200(1);
 /// let mut config = PoolConfig::default();
 /// config.export = ExportTypes::POSIX_FD;          // set before memory is created
@@ -33,7 +32,7 @@ use std::{
 /// let mut back = vec![0_u8; 1 << 20];
 /// stream.try_scope(|c| c.download(&theirs.slice(0..1 << 20)?, &mut back))?;
 /// assert!(back.iter().all(|&byte| byte == 7) && theirs.address() != ours.address());
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Debug)]
 pub struct Exported {

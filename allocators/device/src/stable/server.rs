@@ -66,8 +66,10 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// until every opener has closed.
 ///
 /// ```
-/// use aquifer_device::{DevicePool, PoolConfig, Request, ShareError, ShareServer};
-/// use aquifer_driver::{DeviceId, ExportTypes, sim::Sim};
+/// use aquifer::{
+///     DeviceId, DevicePool, PoolConfig, Request, device::{ShareError, ShareServer},
+///     driver::ExportTypes, sim::Sim,
+/// };
 /// use std::{os::unix::net::SocketAddr, time::Duration};
 ///
 /// let sim = Sim::h200(1);

@@ -48,8 +48,7 @@ const BATCH: usize = 64;
 /// lie beside this one. For memory that nothing else shares, send a [`StableBlock`].
 ///
 /// ```
-/// use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig, check_peer};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceBuffer, DeviceId, DevicePool, PoolConfig, device::check_peer, sim::Sim};
 /// use std::os::unix::net::UnixStream;
 ///
 /// let sim = Sim::h200(1);

@@ -5,7 +5,7 @@
 //! streams. cudarc accepts it as a [`DevicePtr`], a [`DevicePtrMut`] or a kernel's argument.
 //!
 //! ```no_run
-//! use aquifer_driver::{OperandMut, Typed, cuda::Lend};
+//! use aquifer::{OperandMut, Typed, cuda::Lend};
 //! use cudarc::driver::{CudaFunction, CudaStream, LaunchConfig, PushKernelArg};
 //! use std::sync::Arc;
 //!
@@ -18,16 +18,15 @@
 //!     Ok(()) // the next use of `x` waits for the kernel
 //! }
 //! # #[derive(Debug)]
-//! # enum Error { Memory(aquifer_core::MemoryError), Cudarc(cudarc::driver::DriverError) }
-//! # impl From<aquifer_core::MemoryError> for Error { fn from(e: aquifer_core::MemoryError) -> Self { Self::Memory(e) } }
+//! # enum Error { Memory(aquifer::MemoryError), Cudarc(cudarc::driver::DriverError) }
+//! # impl From<aquifer::MemoryError> for Error { fn from(e: aquifer::MemoryError) -> Self { Self::Memory(e) } }
 //! # impl From<cudarc::driver::DriverError> for Error { fn from(e: cudarc::driver::DriverError) -> Self { Self::Cudarc(e) } }
 //! ```
 //!
 //! While memory is lent for writing, there is no other access to it:
 //!
 //! ```compile_fail,E0502
-//! # use aquifer_driver::{OperandMut, Typed, cuda::Lend};
-//! # use aquifer_core::Result;
+//! # use aquifer::{OperandMut, Typed, cuda::Lend, error::Result};
 //! # use cudarc::driver::CudaStream;
 //! # use std::sync::Arc;
 //! fn twice<B: Typed<Item = f32> + OperandMut>(x: &mut B, cu: &Arc<CudaStream>) -> Result<usize> {
@@ -41,8 +40,7 @@
 //! Memory that is borrowed for reading cannot be lent for writing:
 //!
 //! ```compile_fail,E0277
-//! # use aquifer_driver::{Typed, cuda::Lend};
-//! # use aquifer_core::Result;
+//! # use aquifer::{Typed, cuda::Lend, error::Result};
 //! # use cudarc::driver::CudaStream;
 //! # use std::sync::Arc;
 //! fn written<B: Typed<Item = f32>>(x: &mut B, cu: &Arc<CudaStream>) -> Result<()> {

@@ -144,7 +144,7 @@ pub(crate) fn current_agent() -> u32 {
 /// [`Sim::act_as`](super::Sim::act_as).
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, HostFlags, sim::{Sim, ViolationKind}};
+/// use aquifer::{DeviceId, host::HostFlags, sim::{Sim, ViolationKind}};
 /// let sim = Sim::h200(1).host_agents(2);
 /// let pinned = sim.driver().host_alloc(DeviceId(0), 64, HostFlags::default())?.as_ptr() as u64;
 /// sim.host_write(pinned, 64);
@@ -153,7 +153,7 @@ pub(crate) fn current_agent() -> u32 {
 ///     sim.host_read(pinned, 64); // not ordered after the write
 /// }
 /// assert_eq!(sim.violations()[0].kind, ViolationKind::WriteRead);
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 #[derive(Debug)]
 #[must_use = "the thread acts as the agent until this is dropped"]

@@ -17,7 +17,7 @@ pub enum Mode {
 /// When queued work runs. Checks do not depend on it, since they are made when work is queued.
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, Driver, sim::Sim};
+/// use aquifer::{DeviceId, Driver, sim::Sim};
 /// let eager = Sim::h200(1);                 // work runs as it is queued
 /// let by_seed = Sim::h200(1).seeded(7);     // in an order given by the seed, partly later
 /// for sim in [eager, by_seed] {
@@ -25,7 +25,7 @@ pub enum Mode {
 ///     sim.driver().stream_synchronize(stream)?;
 ///     assert!(sim.violations().is_empty());
 /// }
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Schedule {
@@ -97,7 +97,7 @@ impl DeviceConfig {
 /// parts.
 ///
 /// ```
-/// use aquifer_driver::sim::{DeviceConfig, Mode, Sim, SimConfig};
+/// use aquifer::sim::{DeviceConfig, Mode, Sim, SimConfig};
 /// let mut config = SimConfig::h200(1);
 /// config.devices.push(DeviceConfig::without_virtual_memory());
 /// config.mode = Mode::Symbolic;

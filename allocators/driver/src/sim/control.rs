@@ -65,8 +65,8 @@ impl Sim {
     /// since nothing waited, nor the order given by a value.
     ///
     /// ```
-    /// use aquifer_driver::{Access, DeviceId, DeviceRange, sim::Sim};
-    /// # fn main() -> aquifer_driver::Result<()> {
+    /// use aquifer::{Access, DeviceId, DeviceRange, sim::Sim};
+    /// # fn main() -> aquifer::error::Result<()> {
     /// let sim = Sim::h200(1).stepped();
     /// let driver = sim.driver();
     /// let [s, u] = [driver.stream_create(DeviceId(0), 0)?, driver.stream_create(DeviceId(0), 0)?];

@@ -104,7 +104,7 @@ impl Stalls {
 /// threads do not need the resources that a blocked thread holds.
 ///
 /// ```
-/// use aquifer_driver::{Call, DeviceId, sim::Sim};
+/// use aquifer::{DeviceId, driver::Call, sim::Sim};
 /// use std::{thread, time::Duration};
 /// let sim = Sim::h200(1).symbolic();
 /// let (driver, slow) = (sim.driver(), sim.stall(Call::MemAlloc));

@@ -31,7 +31,7 @@ pub(crate) struct DeclaredAccess {
 /// It runs once, or at each launch of the graph if it was captured. It must not call the driver.
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, DeviceRange, sim::{SimKernel, Sim}};
+/// use aquifer::{DeviceId, DeviceRange, sim::{Sim, SimKernel}};
 /// let sim = Sim::h200(1);
 /// let driver = sim.driver();
 /// let stream = driver.stream_create(DeviceId(0), 0)?;
@@ -39,7 +39,7 @@ pub(crate) struct DeclaredAccess {
 /// let fill = SimKernel::new("fill").writes(range, None).run(|memory| memory.write(0).fill(7));
 /// sim.launch(stream, fill)?;
 /// assert_eq!(sim.read_back(range), Some(vec![7; 4]));
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 #[must_use = "a kernel does nothing until it is launched"]
 pub struct SimKernel {

@@ -7,14 +7,14 @@ use std::fmt;
 /// are gone with the device's context.
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer::{DeviceId, sim::Sim};
 /// let sim = Sim::h200(1).symbolic();
 /// let address = sim.driver().mem_alloc(DeviceId(0), 4096)?;
 /// assert_eq!(sim.outstanding().to_string(), "1 allocations");
 /// // SAFETY: 1. It was allocated above. 2. Nothing uses it.
 /// unsafe { sim.driver().mem_free(DeviceId(0), address)? };
 /// assert!(sim.outstanding().is_empty());
-/// # Ok::<(), aquifer_driver::DriverError>(())
+/// # Ok::<(), aquifer::error::DriverError>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]

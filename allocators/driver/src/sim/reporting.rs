@@ -39,7 +39,7 @@ const DEFAULT_EXIT_STATUS: i32 = 86;
 /// So a test program in which the simulator finds a race fails, even if all its assertions hold.
 ///
 /// ```
-/// use aquifer_driver::sim::OnViolation;
+/// use aquifer::sim::OnViolation;
 /// assert_eq!("exit=3".parse(), Ok(OnViolation::Exit(3)));
 /// assert!("loud".parse::<OnViolation>().is_err());
 /// ```

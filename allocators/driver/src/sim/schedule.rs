@@ -110,8 +110,8 @@ impl MachineState {
         self.streams[stream].queue.front().is_some_and(|item| self.can_run(&item.work))
     }
 
-    /// Returns whether all memory of some work can still be accessed. If not, reports it, unless the
-    /// work or what was done to the memory under it is reported already.
+    /// Returns whether all memory of some work can still be accessed. If not, reports it, unless
+    /// the work or what was done to the memory under it is reported already.
     fn check_accessible(&mut self, uses: &[DeviceUse], item: &QueueItem) -> bool {
         let inaccessible =
             uses.iter().find_map(|u| self.space.first_inaccessible(u).map(|finding| (u, finding)));

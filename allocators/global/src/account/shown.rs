@@ -16,12 +16,12 @@ static SLOT: OnceLock<PoolSlot> = OnceLock::new();
 /// [`Global`](crate::Global). Building a runtime calls it.
 ///
 /// ```
-/// use aquifer_global as global;
+/// use aquifer::{Global, global};
 /// #[global_allocator]
-/// static GLOBAL: global::Global = global::Global::new();
+/// static GLOBAL: Global = Global::new();
 ///
 /// global::publish_status()?;
-/// # Ok::<(), aquifer_core::MemoryError>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 ///
 /// # Errors

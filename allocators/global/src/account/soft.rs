@@ -98,10 +98,10 @@ pub fn is_soft_cap_exceeded() -> bool {
 /// Those of the system, if the thread cannot be started. The hook is then not registered.
 ///
 /// ```
-/// use aquifer_global as global;
+/// use aquifer::{Global, global};
 /// use std::sync::mpsc;
 /// #[global_allocator]
-/// static GLOBAL: global::Global = global::Global::new();
+/// static GLOBAL: Global = Global::new();
 ///
 /// let (sender, receiver) = mpsc::channel();
 /// global::on_soft_cap(move |soft| drop(sender.send(soft.exceeded)))?;

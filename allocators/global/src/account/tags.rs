@@ -173,10 +173,9 @@ fn figures(tag: u16) -> (Held, Allocated) {
 /// Takes time linear in the maximum number of concurrent threads so far, and takes no lock.
 ///
 /// ```
-/// use aquifer_core::{Tag, tagged};
-/// use aquifer_global as global;
+/// use aquifer::{Global, Tag, global, tagged};
 /// #[global_allocator]
-/// static GLOBAL: global::Global = global::Global::new();
+/// static GLOBAL: Global = Global::new();
 ///
 /// let parse = Tag::named("parse");
 /// let list = tagged(parse, || Vec::<u64>::with_capacity(100));
@@ -195,8 +194,7 @@ pub fn allocated_under(tag: Tag) -> Allocated {
 /// maximum number of concurrent threads so far, and takes no lock.
 ///
 /// ```
-/// use aquifer_core::{Tag, tagged};
-/// use aquifer_global::{self as global, Global, Tracked};
+/// use aquifer::{Global, Tag, global, global::Tracked, tagged};
 /// #[global_allocator]
 /// static GLOBAL: Global<std::alloc::System, Tracked> = Global::new();
 ///
@@ -220,8 +218,7 @@ pub fn held_under(tag: Tag) -> Option<Held> {
 /// of concurrent threads so far.
 ///
 /// ```
-/// use aquifer_core::{Tag, tagged};
-/// use aquifer_global::{self as global, Global, Tracked};
+/// use aquifer::{Global, Tag, global, global::Tracked, tagged};
 ///
 /// #[global_allocator]
 /// static GLOBAL: Global<std::alloc::System, Tracked> = Global::new();

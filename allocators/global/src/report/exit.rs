@@ -30,7 +30,7 @@ const VARIABLE: &str = "AQUIFER_GLOBAL_REPORT";
 /// The destination of a report.
 ///
 /// ```
-/// use aquifer_global::ReportTo;
+/// use aquifer::global::ReportTo;
 /// assert_eq!("stderr".parse(), Ok(ReportTo::Stderr));
 /// assert_eq!("/tmp/memory".parse(), Ok(ReportTo::File("/tmp/memory".into())));
 /// assert!("stdrr".parse::<ReportTo>().is_err(), "a file of this folder is ./stdrr");
@@ -102,9 +102,9 @@ static PROCESS: AtomicU32 = AtomicU32::new(0);
 /// is reported on standard error at exit.
 ///
 /// ```no_run
-/// use aquifer_global as global;
+/// use aquifer::global;
 /// global::report_at_exit("stderr".parse()?);
-/// # Ok::<(), global::report::BadReportTo>(())
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn report_at_exit(to: ReportTo) {
     *DESTINATION.lock().unwrap_or_else(PoisonError::into_inner) = Some(to);

@@ -34,15 +34,14 @@ use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 /// than the block.
 ///
 /// ```
-/// use aquifer_core::Budget;
-/// use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
+/// use aquifer::Runtime;
 /// use hashbrown::HashMap;
-/// let host = Host::new(Topology::read()?, Kernel::new());
-/// let pool = PinnedPool::new(&host, &Budget::unlimited("pinned"), PinnedConfig::default())?;
-/// let mut index = HashMap::<u64, [f32; 4], std::hash::RandomState, _>::with_hasher_in(Default::default(), pool.allocator());
+/// let rt = Runtime::builder().or_sim_quietly().build()?;
+/// let pinned = rt.pinned_near(0).allocator();
+/// let mut index = HashMap::<u64, [f32; 4], std::hash::RandomState, _>::with_hasher_in(Default::default(), pinned);
 /// index.insert(7, [1.0; 4]);
 /// assert_eq!(index[&7], [1.0; 4]);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Clone, Copy)]
 pub struct PinnedAllocator {

@@ -19,25 +19,20 @@ use std::{
 /// Streams take it by value and return it when the copy is done.
 ///
 /// ```
-/// use aquifer_core::Budget;
-/// use aquifer_host::{PinnedBuf, PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
-/// let host = Host::new(Topology::read()?, Kernel::new());
-/// let pool = PinnedPool::new(&host, &Budget::unlimited("pinned"), PinnedConfig::default())?;
-/// let mut weights = PinnedBuf::<f32>::new_in(&pool, 1024)?;
+/// use aquifer::{PinnedBuf, Runtime};
+/// let rt = Runtime::builder().or_sim_quietly().build()?;
+/// let mut weights = PinnedBuf::<f32>::new_in(rt.pinned_near(0), 1024)?;
 /// weights[3] = 0.5;
 /// assert_eq!(weights.iter().sum::<f32>(), 0.5);
-/// assert!(!weights.is_pinned(), "there is no driver");
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// assert!(weights.is_pinned());
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 ///
 /// A copy owns its buffer until it is done, so the buffer cannot be written, freed or grown before
 /// that:
 ///
 /// ```compile_fail,E0382
-/// use aquifer_core::Result;
-/// use aquifer_driver::{OperandMut, Typed};
-/// use aquifer_host::PinnedBuf;
-/// use aquifer_stream::Stream;
+/// use aquifer::{OperandMut, PinnedBuf, Stream, Typed, error::Result};
 /// fn race(s: &Stream, mut from: PinnedBuf<u8>, to: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<()> {
 ///     let flight = s.upload(from, to)?;
 ///     from[0] = 1; // the copy may still be reading it
@@ -49,10 +44,7 @@ use std::{
 ///
 /// ```compile_fail,E0502
 /// use allocator_api2::vec::Vec;
-/// use aquifer_core::Result;
-/// use aquifer_driver::{OperandMut, Typed};
-/// use aquifer_host::PinnedAllocator;
-/// use aquifer_stream::Stream;
+/// use aquifer::{OperandMut, PinnedAllocator, Stream, Typed, error::Result};
 /// fn race(
 ///     s: &Stream,
 ///     from: &mut Vec<u8, PinnedAllocator>,

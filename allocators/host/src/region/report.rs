@@ -255,12 +255,13 @@ pub struct Shortfall {
 /// How a region was created.
 ///
 /// ```
-/// use aquifer_core::Budget;
-/// use aquifer_host::{kernel::Kernel, region::{Host, Region, RegionRequest}, topology::Topology};
-/// let host = Host::new(Topology::read()?, Kernel::new());
-/// let region = Region::new(&host, &Budget::new("pinned", 1 << 20), &RegionRequest::bytes(1 << 20))?;
-/// println!("{:?}", region.report());      // pages, placement and fallbacks
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// use aquifer::{PinnedBuf, Runtime};
+/// let rt = Runtime::builder().or_sim_quietly().build()?;
+/// let _weights = PinnedBuf::<f32>::new_in(rt.pinned_near(0), 1 << 20)?;
+/// for report in rt.pinned_near(0).reports() {
+///     println!("{report:?}");             // pages, placement and fallbacks
+/// }
+/// # Ok::<(), aquifer::MemoryError>(())
 /// ```
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]

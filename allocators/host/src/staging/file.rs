@@ -38,7 +38,7 @@ const USUAL_ALIGNMENT: usize = 4096;
 /// direct reads, the page cache is used, and [`FileSource::mode`] reports that.
 ///
 /// ```
-/// use aquifer_host::{FileSource, ReadMode, Source};
+/// use aquifer::{FileSource, staging::{ReadMode, Source}};
 /// # let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml");
 /// let file = FileSource::open(path, ReadMode::Direct)?;
 /// let mut bytes = vec![0; 9];

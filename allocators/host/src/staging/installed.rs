@@ -45,12 +45,11 @@ impl<T: Pod> PinnedBuf<T> {
     /// to grow.
     ///
     /// ```
-    /// use aquifer_core::{Budget, MemoryError};
-    /// use aquifer_host::{PinnedBuf, PinnedConfig, PinnedPool, kernel::Kernel, region::Host, staging, topology::Topology};
+    /// use aquifer::{MemoryError, PinnedBuf, Runtime, staging};
     /// assert!(matches!(PinnedBuf::<f32>::new(1024), Err(MemoryError::NotSet { .. })), "nobody has installed one");
     ///
-    /// let host = Host::new(Topology::read()?, Kernel::new());
-    /// staging::install(PinnedPool::new(&host, &Budget::unlimited("pinned"), PinnedConfig::default())?)?;
+    /// let rt = Runtime::builder().or_sim_quietly().build()?;
+    /// staging::install(rt.pinned_near(0).clone())?;
     /// let weights = PinnedBuf::<f32>::new(1024)?;
     /// assert_eq!(weights.iter().sum::<f32>(), 0.0);
     /// # Ok::<(), Box<dyn std::error::Error>>(())

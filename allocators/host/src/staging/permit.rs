@@ -16,17 +16,11 @@ use std::{
 /// A transfer holds the permit until it is finished. A dropped permit is returned.
 ///
 /// ```
-/// # use aquifer_core::{Budget, DeviceId};
-/// # use aquifer_driver::sim::Sim;
-/// # use aquifer_host::{PinnedConfig, PinnedPool, Stager, StagerConfig, kernel::Kernel, region::Host, topology::Topology};
-/// # use aquifer_stream::StreamPool;
-/// # let sim = Sim::h200(1);
-/// # let host = Host::new(Topology::read()?, Kernel::new()).with_driver(sim.driver(), DeviceId(0));
-/// # let pool = PinnedPool::new(&host, &Budget::unlimited("pinned"), PinnedConfig::default())?;
-/// # let streams = StreamPool::new(sim.driver(), DeviceId(0), 16);
+/// # use aquifer::{Runtime, StagerConfig};
+/// # let rt = Runtime::builder().or_sim_quietly().build()?;
 /// let mut config = StagerConfig::default();
 /// config.depth = 1;
-/// let stager = Stager::new(&host, &pool, &streams, config)?;
+/// let stager = rt.stager(0, config)?;
 /// // This blocks. `try_permit` and `ready().await` do not, and `permit_until` has a deadline.
 /// let permit = stager.permit();
 /// assert!(stager.try_permit().is_none());

@@ -197,8 +197,7 @@ impl Stager {
 /// host memory and the device are complete by then. The scope borrows the operands until it ends.
 ///
 /// ```
-/// use aquifer_driver::{OperandMut, Typed};
-/// use aquifer_host::{StageError, Stager};
+/// use aquifer::{OperandMut, Stager, Typed, staging::StageError};
 ///
 /// /// Both directions at once.
 /// fn turn_over(
@@ -220,8 +219,7 @@ impl Stager {
 /// What is borrowed must outlive the scope:
 ///
 /// ```compile_fail,E0597
-/// # use aquifer_driver::{OperandMut, Typed};
-/// # use aquifer_host::{StageError, Stager};
+/// # use aquifer::{OperandMut, Stager, Typed, staging::StageError};
 /// fn too_short(stager: &Stager, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<(), StageError> {
 ///     let bytes = x.len();
 ///     stager.scope(|s| {
@@ -234,8 +232,7 @@ impl Stager {
 /// An operand cannot be used while its transfer is in flight:
 ///
 /// ```compile_fail,E0502
-/// # use aquifer_driver::{OperandMut, Typed};
-/// # use aquifer_host::{StageError, Stager};
+/// # use aquifer::{OperandMut, Stager, Typed, staging::StageError};
 /// fn at_once(stager: &Stager, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<(), StageError> {
 ///     let (up, mut down) = (vec![1; 9], vec![0; 9]);
 ///     stager.scope(|s| {

@@ -10,7 +10,7 @@ use std::{fs::File, io, os::unix::fs::FileExt};
 /// stager that reads it.
 ///
 /// ```
-/// use aquifer_host::Source;
+/// use aquifer::staging::Source;
 /// use std::io;
 ///
 /// /// A thousand times the same byte.
@@ -68,7 +68,7 @@ impl Source for Vec<u8> {
 /// only its own transfer, and it must not use the stager that writes to it.
 ///
 /// ```
-/// use aquifer_host::Sink;
+/// use aquifer::staging::Sink;
 /// let file = std::fs::File::create(std::env::temp_dir().join("aquifer-sink"))?;
 /// assert_eq!(file.write_at(100, b"bytes")?, 5);
 /// # Ok::<(), std::io::Error>(())

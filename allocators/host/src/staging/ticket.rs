@@ -100,8 +100,7 @@ impl<T> OwnedOperands<T> {
 /// lost when that borrow is dropped.
 ///
 /// ```
-/// use aquifer_driver::{OperandMut, Typed};
-/// use aquifer_host::{StageError, Stager};
+/// use aquifer::{OperandMut, Stager, Typed, staging::StageError};
 ///
 /// async fn send<D>(stager: &Stager, rows: Vec<f32>, to: D) -> Result<(Vec<f32>, D), StageError>
 /// where

@@ -18,11 +18,10 @@ impl Topology {
     /// `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`. Unknown if none of them limits it.
     ///
     /// ```
-    /// use aquifer_driver::{DeviceId, DeviceInfo};
-    /// use aquifer_host::topology::Topology;
+    /// use aquifer::{DeviceId, driver::DeviceInfo, host::Topology};
     /// let gpu = DeviceInfo::new(DeviceId(0), "a GPU".into(), 1 << 30);
     /// println!("at most {}", Topology::read()?.device_cap(&gpu)?);
-    /// # Ok::<(), aquifer_host::topology::TopologyError>(())
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors

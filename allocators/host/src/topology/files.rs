@@ -7,7 +7,7 @@ use std::{
 };
 
 /// A file that exists but cannot be parsed, or an invalid setting. A missing file is not an error:
-/// its value is unknown.
+/// its value is unknown. See [`Topology`](super::Topology) for an example.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TopologyError {

@@ -38,10 +38,10 @@ impl Topology {
     /// Reads how much host memory the process may still allocate.
     ///
     /// ```
-    /// use aquifer_host::topology::Topology;
+    /// use aquifer::host::Topology;
     /// let headroom = Topology::read()?.headroom()?;
     /// println!("{}; of huge pages {} B", headroom.bytes, headroom.huge_pages);
-    /// # Ok::<(), aquifer_host::topology::TopologyError>(())
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors

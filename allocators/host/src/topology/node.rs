@@ -58,6 +58,8 @@ pub struct Node {
 }
 
 /// A pool of huge pages of one size.
+///
+/// See [`Topology`](super::Topology) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct HugePool {

@@ -9,6 +9,8 @@ use std::path::Path;
 
 /// When anonymous memory gets transparent huge pages
 /// (`/sys/kernel/mm/transparent_hugepage/enabled`).
+///
+/// See [`Topology`](super::Topology) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ThpMode {
     /// Everywhere.

@@ -28,6 +28,8 @@ pub(super) fn allowed(files: &Files) -> Result<(Found<Bitmap>, Found<Bitmap>), T
 ///
 /// Populating memory beyond this limit ends in a kill, not in an error. Compare with it before
 /// pages are touched.
+///
+/// See [`Topology`](super::Topology) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct MemoryLimit {

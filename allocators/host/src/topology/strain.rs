@@ -49,12 +49,12 @@ impl Topology {
     /// Reads the memory pressure that the process is under.
     ///
     /// ```
-    /// use aquifer_host::topology::Topology;
+    /// use aquifer::host::Topology;
     /// let strain = Topology::read()?.strain()?;
     /// if let Some(stalls) = strain.stalls.value {
     ///     println!("{} hundredths of a per cent of the time ({})", stalls.some, strain.stalls.source);
     /// }
-    /// # Ok::<(), aquifer_host::topology::TopologyError>(())
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors

@@ -48,9 +48,7 @@ impl Stream {
     /// (`cuMemcpy2DAsync`).
     ///
     /// ```
-    /// use aquifer_core::Result;
-    /// use aquifer_driver::{OperandMut, Typed};
-    /// use aquifer_stream::{Grid, Stream};
+    /// use aquifer::{OperandMut, Stream, Typed, error::Result, stream::Grid};
     ///
     /// /// Copies a tile of 64 × 16 from the upper left corner of an image 1920 wide.
     /// fn tile<T: Typed<Item = f32> + OperandMut>(s: &Stream, image: &T, tile: &mut T) -> Result<()> {

@@ -9,7 +9,7 @@ use aquifer_driver::Rows;
 /// further on, pass a slice. The elements between the rows of the destination are unchanged.
 ///
 /// ```
-/// use aquifer_stream::Grid;
+/// use aquifer::stream::Grid;
 ///
 /// // A tile of 64 × 16 from an image 1920 wide, stored packed.
 /// let tile = Grid::new(64, 16).source_pitch(1920);

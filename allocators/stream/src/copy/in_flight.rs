@@ -138,9 +138,7 @@ impl<H> From<RefusedCopy<H>> for Box<dyn error::Error + Send + Sync> {
 ///
 /// ```
 /// use allocator_api2::vec::Vec;
-/// use aquifer_core::{DeferReuse, Result};
-/// use aquifer_driver::{OperandMut, Typed};
-/// use aquifer_stream::Stream;
+/// use aquifer::{DeferReuse, OperandMut, Stream, Typed, error::Result};
 ///
 /// fn sum<A: DeferReuse>(s: &Stream, v: Vec<u8, A>, to: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<u32> {
 ///     let flight = s.upload(v, to)?; // queued, the host continues
@@ -153,9 +151,7 @@ impl<H> From<RefusedCopy<H>> for Box<dyn error::Error + Send + Sync> {
 ///
 /// ```compile_fail,E0382
 /// # use allocator_api2::vec::Vec;
-/// # use aquifer_core::{DeferReuse, Result};
-/// # use aquifer_driver::{OperandMut, Typed};
-/// # use aquifer_stream::Stream;
+/// # use aquifer::{DeferReuse, OperandMut, Stream, Typed, error::Result};
 /// fn sum<A: DeferReuse>(s: &Stream, v: Vec<u8, A>, to: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<u32> {
 ///     let flight = s.upload(v, to)?;
 ///     Ok(v.iter().map(|&byte| u32::from(byte)).sum()) // moved into the flight
@@ -166,9 +162,7 @@ impl<H> From<RefusedCopy<H>> for Box<dyn error::Error + Send + Sync> {
 ///
 /// ```compile_fail,E0277
 /// # use allocator_api2::{alloc::Global, vec::Vec};
-/// # use aquifer_core::Result;
-/// # use aquifer_driver::{OperandMut, Typed};
-/// # use aquifer_stream::Stream;
+/// # use aquifer::{OperandMut, Stream, Typed, error::Result};
 /// fn send(s: &Stream, v: Vec<u8, Global>, to: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<()> {
 ///     drop(s.upload(v, to)?); // `Global: DeferReuse` does not hold
 ///     Ok(())
@@ -178,7 +172,7 @@ impl<H> From<RefusedCopy<H>> for Box<dyn error::Error + Send + Sync> {
 /// It cannot be sent to another thread unless its host side can:
 ///
 /// ```compile_fail,E0277
-/// # use aquifer_stream::{HostOwned, InFlight};
+/// # use aquifer::stream::{HostOwned, InFlight};
 /// fn wait_elsewhere<H: HostOwned + 'static>(flight: InFlight<H>) {
 ///     std::thread::spawn(move || flight.wait().map(drop)); // `H: Send` is not known
 /// }
@@ -235,9 +229,7 @@ impl<H> InFlight<H> {
 ///
 /// ```
 /// use allocator_api2::vec::Vec;
-/// use aquifer_core::{DeferReuse, Result};
-/// use aquifer_driver::{OperandMut, Typed};
-/// use aquifer_stream::Stream;
+/// use aquifer::{DeferReuse, OperandMut, Stream, Typed, error::Result};
 ///
 /// /// Other tasks run during the copy.
 /// async fn send<A: DeferReuse>(s: &Stream, v: Vec<u8, A>, to: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<Vec<u8, A>> {

@@ -87,9 +87,7 @@ impl Stream {
     /// work or of the wait at the end.
     ///
     /// ```
-    /// use aquifer_core::Result;
-    /// use aquifer_driver::{OperandMut, Typed};
-    /// use aquifer_stream::Stream;
+    /// use aquifer::{OperandMut, Stream, Typed, error::Result};
     /// fn there_and_back(s: &Stream, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<Vec<u8>> {
     ///     let (up, mut down) = (vec![1; x.len()], vec![0; x.len()]);
     ///     s.try_scope(|c| {
@@ -116,9 +114,7 @@ impl Stream {
 /// The handle inside [`Stream::scope`]. Its copies may borrow anything that outlives the scope.
 ///
 /// ```
-/// use aquifer_core::Result;
-/// use aquifer_driver::{OperandMut, Typed};
-/// use aquifer_stream::Stream;
+/// use aquifer::{OperandMut, Stream, Typed, error::Result};
 ///
 /// fn there_and_back(s: &Stream, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<u8> {
 ///     let (up, mut down) = (vec![1; x.len()], vec![0; x.len()]);
@@ -133,9 +129,7 @@ impl Stream {
 /// Borrowed memory must outlive the scope:
 ///
 /// ```compile_fail,E0597
-/// # use aquifer_core::Result;
-/// # use aquifer_driver::{OperandMut, Typed};
-/// # use aquifer_stream::Stream;
+/// # use aquifer::{OperandMut, Stream, Typed, error::Result};
 /// fn too_short(s: &Stream, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<()> {
 ///     s.scope(|c| {
 ///         let up = vec![1; x.len()];
@@ -147,9 +141,7 @@ impl Stream {
 /// The destination of a download stays borrowed until the scope ends:
 ///
 /// ```compile_fail,E0502
-/// # use aquifer_core::Result;
-/// # use aquifer_driver::Typed;
-/// # use aquifer_stream::Stream;
+/// # use aquifer::{Stream, Typed, error::Result};
 /// fn too_early(s: &Stream, x: &impl Typed<Item = u8>) -> Result<u8> {
 ///     let mut down = vec![0; x.len()];
 ///     s.scope(|c| {
@@ -162,8 +154,7 @@ impl Stream {
 /// The scope itself cannot be moved out:
 ///
 /// ```compile_fail,E0521
-/// # use aquifer_core::Result;
-/// # use aquifer_stream::Stream;
+/// # use aquifer::{Stream, error::Result};
 /// fn smuggled(s: &Stream) -> Result<()> {
 ///     let mut out = None;
 ///     s.scope(|c| out = Some(c))
