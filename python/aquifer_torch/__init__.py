@@ -10,17 +10,23 @@ or for a part of a program only, above PyTorch's own allocator:
 
     with torch.cuda.use_mem_pool(aquifer_torch.mem_pool()):
         x = torch.empty(1 << 20, device="cuda")
+
+or without a GPU and without PyTorch, on a simulated device:
+
+    library = aquifer_torch.setup(driver="sim")
+    print(aquifer_torch.statistics())
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from .errors import AlreadyInitialised, AquiferError, Asleep, CompanionError, LibraryNotFound, LibraryVersion
 from .library import (
-    DRIVER_MACHINE,
+    DRIVERS,
     POOLS_COMPACT,
     SHARED_DEVICES,
     SHARED_PINNED,
@@ -82,7 +88,7 @@ def setup(
     release_threshold: int | None = None,
     streams_retired: bool = True,
     history: int = 0,
-    driver: int = DRIVER_MACHINE,
+    driver: str | int = "cuda",
     sim_memory: int | None = None,
     shared: int | None = None,
     shared_pinned: int | None = None,
@@ -101,7 +107,9 @@ def setup(
     streams_retired    that no stream is destroyed before retire() was called for it: so it is with PyTorch's own, which live
                        for ever. Not so with CuPy's and RMM's: False, and each free and noted use records an event (0.2 us)
     history            how many of the last events are kept for dump_snapshot(), 64 bytes each; costs a pair of calls up to 0.5 us
-    driver, sim_memory for tests: a simulated device, and its bytes
+    driver             "cuda", or without a GPU, for tests: "sim" for a simulated device, which checks every access, or "cuda-or-sim";
+                       the numbers of aquifer.h mean the same
+    sim_memory         the bytes of the simulated device
     shared             the bytes of each device that are guaranteed to this process, which shares the rest with the other
                        processes of the user that do so: see aquifer_torch.ledger. 0 for none guaranteed; else nothing is shared
     shared_pinned      the same of pinned memory
@@ -115,6 +123,10 @@ def setup(
     LibraryNotFound, LibraryVersion; AquiferError, where there is one already (AQ_ERROR_BUSY) or the driver refuses.
     """
     global _library
+    if isinstance(driver, str):
+        if driver not in DRIVERS:
+            raise ValueError(f"driver={driver!r}: it can be {', '.join(map(repr, DRIVERS))}")
+        driver = DRIVERS[driver]
     library = Library(lib)
     streams = STREAMS_RETIRED if streams_retired else STREAMS_UNTOLD
     options = Options(size=ctypes.sizeof(Options), driver=driver, streams=streams, history=history)
@@ -289,10 +301,9 @@ def set_pinned_limit(bytes: int) -> int:
 
 def _device(device: torch.device | int | None) -> int:
     if device is None:
-        import torch
-
-        current: int = torch.cuda.current_device()
-        return current
+        # Before PyTorch uses CUDA, and without PyTorch, the first device is the current one.
+        torch = sys.modules.get("torch")
+        return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else 0
     return device if isinstance(device, int) else (device.index or 0)
 
 

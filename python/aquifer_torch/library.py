@@ -14,6 +14,7 @@ from .errors import AquiferError, LibraryNotFound, LibraryVersion
 VERSION = (0, 4)
 
 DRIVER_MACHINE, DRIVER_SIM, DRIVER_MACHINE_OR_SIM = 0, 1, 2
+DRIVERS = {"cuda": DRIVER_MACHINE, "sim": DRIVER_SIM, "cuda-or-sim": DRIVER_MACHINE_OR_SIM}
 STREAMS_UNTOLD, STREAMS_RETIRED = 0, 1
 READ, WRITE = 1, 2
 # What becomes of the contents of memory that is paused.

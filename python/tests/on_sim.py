@@ -442,6 +442,41 @@ print(library.stats(0)["physical"] // MIB)
             aquifer_torch.setup(driver=binding.DRIVER_SIM, limit=1.5)
 
 
+class WithoutPyTorch(unittest.TestCase):
+    """What a machine without a GPU and without PyTorch is documented to do."""
+
+    SCRIPT = """
+import sys, aquifer_torch
+sys.modules["torch"] = None                                     # importing it fails, as where there is none
+library = aquifer_torch.setup(driver=sys.argv[1], sim_memory=64 << 20)
+assert library.facts(0).simulated
+statistics = aquifer_torch.statistics()
+assert statistics["allocation.all.current"] == 0, statistics
+assert aquifer_torch.limit()[0] > 0
+"""
+
+    def run_with(self, driver):
+        command = [sys.executable, "-c", self.SCRIPT, driver]
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    def test_a_simulated_device_is_asked_for_by_its_name_and_has_statistics(self):
+        for driver in "sim", "cuda-or-sim":
+            ran = self.run_with(driver)
+            self.assertEqual(ran.returncode, 0, ran.stderr)
+
+    def test_the_current_device_is_pytorchs_once_it_uses_cuda(self):
+        cuda = types.SimpleNamespace(is_initialized=lambda: True, current_device=lambda: 3)
+        with mock.patch.dict(sys.modules, torch=types.SimpleNamespace(cuda=cuda)):
+            self.assertEqual(aquifer_torch._device(None), 3)
+            cuda.is_initialized = lambda: False
+            self.assertEqual(aquifer_torch._device(None), 0)
+
+    def test_an_unknown_driver_is_refused_with_the_known_ones(self):
+        ran = self.run_with("gpu")
+        self.assertIn("ValueError: driver='gpu': it can be 'cuda', 'sim', 'cuda-or-sim'", ran.stderr)
+
+
 class Sleep(RegionTests, OneProcess, unittest.TestCase):
     """Regions that are paused and resumed."""
 
