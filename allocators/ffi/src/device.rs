@@ -8,7 +8,7 @@ use crate::{
     table::{self, SharedRuntime},
     thread_state,
 };
-use aquifer::{Access, MemoryError, Request};
+use aquifer::{Access, DevicePool, MemoryError, Request};
 use std::{ffi::c_void, sync::atomic::Ordering};
 
 /// Work that reads.
@@ -22,7 +22,9 @@ pub(crate) fn access(access: u32) -> CallResult<Access> {
         AQ_WRITE => Ok(Access::Write),
         3 => Ok(Access::ReadWrite),
         other => {
-            let text = format!("access is {other}; it can be AQ_READ, AQ_WRITE, or both");
+            let text = format!(
+                "access is {other}; it can be AQ_READ ({AQ_READ}), AQ_WRITE ({AQ_WRITE}), or both (3)"
+            );
             Err(Failure::new(Status::BadArgument, text))
         }
     }
@@ -34,8 +36,19 @@ pub(crate) fn handle(stream: *mut c_void) -> u64 {
     stream.addr() as u64
 }
 
+/// Returns the failure for an address inside a block.
+#[cold]
+pub(crate) fn inside_block(address: u64, start: u64, bytes: u64) -> Failure {
+    let text = format!(
+        "{address:#x} lies {} bytes inside the block of {bytes} bytes at {start:#x}; pass the \
+         address that the allocation returned",
+        address - start
+    );
+    Failure::new(Status::ForeignBlock, text)
+}
+
 /// Returns the failure for an address that a device's pool does not have. Another device may have
-/// it.
+/// it, or it may lie inside a block.
 #[cold]
 pub(crate) fn foreign_block(shared: &SharedRuntime, device: u32, error: MemoryError) -> Failure {
     let (MemoryError::ForeignBlock { address } | MemoryError::DoubleFree { address }) = error
@@ -47,6 +60,16 @@ pub(crate) fn foreign_block(shared: &SharedRuntime, device: u32, error: MemoryEr
         (Some(other), Ok(pool)) => {
             let (expected, actual) = (pool.device(), other.device());
             MemoryError::WrongDevice { expected, actual }.into()
+        }
+        _ if matches!(error, MemoryError::ForeignBlock { .. }) => {
+            let ranges = shared.runtime.devices().iter().flat_map(DevicePool::raw_ranges);
+            let around = ranges.map(|(range, _)| range).find(|range| {
+                address.checked_sub(range.address).is_some_and(|offset| offset < range.bytes)
+            });
+            match around {
+                Some(range) => inside_block(address, range.address, range.bytes),
+                None => error.into(),
+            }
         }
         _ => error.into(),
     }

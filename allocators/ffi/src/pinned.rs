@@ -5,8 +5,8 @@
 #![expect(unsafe_code, reason = "exports functions to C, and frees host memory")]
 
 use crate::{
-    device::handle,
-    entry::{enter, require, write_out, write_out_if_set},
+    device::{handle, inside_block},
+    entry::{CallResult, enter, null, require, write_out, write_out_if_set},
     runtime::aq_runtime,
     status::{Failure, aq_status},
     thread_state,
@@ -35,9 +35,24 @@ fn blocks() -> MutexGuard<'static, HashMap<usize, PinnedBlock>> {
     BLOCKS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Returns the failure for an address at which no block begins.
 #[cold]
-fn foreign(memory: *mut c_void) -> Failure {
-    MemoryError::ForeignBlock { address: memory.addr() as u64 }.into()
+fn foreign(blocks: &HashMap<usize, PinnedBlock>, memory: *mut c_void) -> Failure {
+    let address = memory.addr();
+    let around = blocks.iter().find(|(start, block)| {
+        address.checked_sub(**start).is_some_and(|offset| offset < block.layout.size())
+    });
+    match around {
+        Some((&start, block)) => {
+            inside_block(address as u64, start as u64, block.layout.size() as u64)
+        }
+        None => MemoryError::ForeignBlock { address: address as u64 }.into(),
+    }
+}
+
+fn find(memory: *mut c_void) -> CallResult<PinnedBlock> {
+    let blocks = blocks();
+    blocks.get(&memory.addr()).copied().ok_or_else(|| foreign(&blocks, memory))
 }
 
 /// Allocates a block of pinned memory near a device.
@@ -89,8 +104,10 @@ pub unsafe extern "C" fn aq_pinned_alloc(
 pub unsafe extern "C" fn aq_pinned_free(memory: *mut c_void) -> aq_status {
     enter(|| {
         let Some(block) = NonNull::new(memory.cast::<u8>()) else { return Ok(()) };
-        let Some(PinnedBlock { allocator, layout, .. }) = blocks().remove(&memory.addr()) else {
-            return Err(foreign(memory));
+        let PinnedBlock { allocator, layout, .. } = {
+            let mut blocks = blocks();
+            let found = blocks.remove(&memory.addr());
+            found.ok_or_else(|| foreign(&blocks, memory))?
         };
         // SAFETY: 1. The block was allocated by this allocator with this layout, and was removed
         // from the table, so it is freed only here. 2. Guaranteed by the caller.
@@ -106,7 +123,7 @@ pub unsafe extern "C" fn aq_pinned_free(memory: *mut c_void) -> aq_status {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_pinned_is_pinned(memory: *mut c_void, pinned: *mut i32) -> aq_status {
     enter(|| {
-        let found = blocks().get(&memory.addr()).copied().ok_or_else(|| foreign(memory))?;
+        let found = find(memory)?;
         // SAFETY: 1. Guaranteed by the caller.
         unsafe { write_out(pinned, i32::from(found.is_pinned), "pinned") }
     })
@@ -124,8 +141,8 @@ pub unsafe extern "C" fn aq_pinned_record_use(
     stream: *mut c_void,
 ) -> aq_status {
     enter(|| {
-        let block = NonNull::new(memory.cast::<u8>()).ok_or_else(|| foreign(memory))?;
-        let found = blocks().get(&memory.addr()).copied().ok_or_else(|| foreign(memory))?;
+        let found = find(memory)?;
+        let block = NonNull::new(memory.cast::<u8>()).ok_or_else(|| null("memory"))?;
         // SAFETY: 1. Guaranteed by the caller.
         unsafe {
             thread_state::with_stream(runtime, device, handle(stream), |_, _, stream| {

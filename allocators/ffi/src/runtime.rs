@@ -202,13 +202,22 @@ impl aq_runtime_options {
     unsafe fn ledger_folder(&self) -> CallResult<Option<PathBuf>> {
         const KNOWN: u32 = AQ_SHARED_DEVICES | AQ_SHARED_PINNED | AQ_SHARED_RESERVED;
         if self.shared & !KNOWN != 0 {
-            return Err(bad("shared", self.shared, "AQ_SHARED_..., combined by |"));
+            return Err(bad(
+                "shared",
+                self.shared,
+                "0, or AQ_SHARED_DEVICES (1), AQ_SHARED_PINNED (2) and AQ_SHARED_RESERVED (4), combined by |",
+            ));
         }
         let unused = |kind: u32, guarantee: u64| self.shared & kind == 0 && guarantee > 0;
         if unused(AQ_SHARED_DEVICES, self.shared_guarantee)
             || unused(AQ_SHARED_PINNED, self.pinned_guarantee)
         {
-            let text = "options have a guarantee of memory that options->shared does not share";
+            let text = format!(
+                "options->shared is {}, and does not share the memory of options->shared_guarantee \
+                 ({}) or options->pinned_guarantee ({}); add AQ_SHARED_DEVICES (1) or \
+                 AQ_SHARED_PINNED (2), or set that guarantee to 0",
+                self.shared, self.shared_guarantee, self.pinned_guarantee
+            );
             return Err(Failure::new(Status::BadArgument, text));
         }
         if self.shared == 0 || self.ledger_folder.is_null() {
@@ -224,17 +233,21 @@ impl aq_runtime_options {
     /// 1. `ledger_folder` and `plan` are null, or zero-terminated texts.
     unsafe fn build(self, shareable: bool) -> CallResult<SharedRuntime> {
         if self.streams > AQ_STREAMS_RETIRED {
-            return Err(bad("streams", self.streams, "AQ_STREAMS_UNTOLD or AQ_STREAMS_RETIRED"));
+            return Err(bad(
+                "streams",
+                self.streams,
+                "AQ_STREAMS_UNTOLD (0) or AQ_STREAMS_RETIRED (1)",
+            ));
         }
         if self.sim_flags > AQ_SIM_PLAIN | AQ_SIM_UNCHECKED {
             return Err(bad(
                 "sim_flags",
                 self.sim_flags,
-                "AQ_SIM_PLAIN, AQ_SIM_UNCHECKED, or both",
+                "0, AQ_SIM_PLAIN (1), AQ_SIM_UNCHECKED (2), or both (3)",
             ));
         }
         if self.pools > AQ_POOLS_COMPACT {
-            return Err(bad("pools", self.pools, "AQ_POOLS_COMPACT or 0"));
+            return Err(bad("pools", self.pools, "0 or AQ_POOLS_COMPACT (1)"));
         }
         let mut pools = PoolConfig::default();
         pools.shareable = shareable;
@@ -298,7 +311,11 @@ impl aq_runtime_options {
                     (build_runtime(Some(&sim))?, Some(sim))
                 }
             },
-            other => return Err(bad("driver", other, "one of AQ_DRIVER_…")),
+            other => {
+                let expected = "AQ_DRIVER_MACHINE (0), AQ_DRIVER_SIM (1) or \
+                                AQ_DRIVER_MACHINE_OR_SIM (2)";
+                return Err(bad("driver", other, expected));
+            }
         };
         Ok(SharedRuntime::new(runtime, sim, history, self.streams))
     }

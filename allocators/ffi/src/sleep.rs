@@ -98,7 +98,10 @@ fn how(shared: &SharedRuntime, device: usize, keep: u32) -> CallResult<Park> {
             pageable: Mutex::default(),
         }),
         other => {
-            let text = format!("keep is {other}; it can be one of AQ_KEEP_…");
+            let text = format!(
+                "keep is {other}; it can be AQ_KEEP_NONE (0), AQ_KEEP_PAGEABLE (1) or \
+                 AQ_KEEP_PINNED (2)"
+            );
             return Err(Failure::new(Status::BadArgument, text));
         }
     };

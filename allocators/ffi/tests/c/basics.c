@@ -21,6 +21,7 @@ static void options_of_other_versions(void) {
     options.driver = 9;
     ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_runtime_create(&options, &runtime));
     CHECK(strstr(aq_last_error(), "options->driver is 9") != NULL);
+    CHECK(strstr(aq_last_error(), "AQ_DRIVER_MACHINE (0), AQ_DRIVER_SIM (1)") != NULL);
     options.driver = AQ_DRIVER_SIM;
     options.streams = 2;
     ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_runtime_create(&options, &runtime));
@@ -149,12 +150,17 @@ static void blocks(aq_runtime runtime) {
     OK(aq_free(runtime, 0, 0));
     address = 77;
     ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_free(runtime, 0, 0x1234));
+    CHECK(strstr(aq_last_error(), "inside") == NULL);
     ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_free(runtime, 0, block + 512));
+    CHECK(strstr(aq_last_error(), "lies 512 bytes inside the block of 1000 bytes at 0x") != NULL);
+    ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_free(runtime, 1, block + 512));
+    CHECK(strstr(aq_last_error(), "lies 512 bytes inside") != NULL);
     ANSWERS(AQ_ERROR_WRONG_DEVICE, aq_free(runtime, 1, block));
     ANSWERS(AQ_ERROR_NO_DEVICE, aq_free(runtime, 2, block));
     ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_record_use(runtime, 0, block + 1, stream, AQ_READ));
     ANSWERS(AQ_ERROR_WRONG_DEVICE, aq_record_use(runtime, 1, block, NULL, AQ_READ));
     ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_record_use(runtime, 0, block, stream, 0));
+    CHECK(strstr(aq_last_error(), "AQ_READ (1), AQ_WRITE (2)") != NULL);
     ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_block_size(runtime, 0, 8, &asked, NULL));
     CHECK(stats_of(runtime, 0).blocks == 1);
     OK(aq_free(runtime, 0, block));
@@ -384,8 +390,11 @@ static void runtimes_that_are_over(void) {
     ANSWERS(AQ_ERROR_CLOSED, aq_free_on(runtime, 0, blocks[0], stream));
     CHECK(strstr(aq_last_error(), "has been destroyed") != NULL);
     memset(memory, 7, 100);
+    ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_pinned_free((char *)memory + 8));
+    CHECK(strstr(aq_last_error(), "lies 8 bytes inside the block of 100 bytes at 0x") != NULL);
     OK(aq_pinned_free(memory));
     ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_pinned_free(memory));
+    CHECK(strstr(aq_last_error(), "inside") == NULL);
 
     /* Blocks that were out are freed one by one, each once, with another runtime in between. */
     OK(aq_free(runtime, 0, blocks[0]));
