@@ -14,6 +14,7 @@ use aquifer_core::{
     Budget,
     budget::{CapacitySource, HookRegistration, Offer, Reclaim},
     event::MemoryLocation,
+    panics::contain,
 };
 use std::{
     fmt,
@@ -162,7 +163,7 @@ pub struct SharedBudget {
 impl Member {
     /// Creates a root budget that claims from the ledger, and starts the thread that answers other
     /// members. The thread calls `in_use` every 50 ms for the bytes of the memory that all
-    /// processes use, see [`Member::measure`].
+    /// processes use, see [`Member::measure`]. A panic of it counts as `None`.
     ///
     /// # Errors
     /// [`LedgerError::NoThread`].
@@ -248,7 +249,8 @@ impl Answering {
             if last_round.is_none_or(|last| last.elapsed() >= IDLE_PAUSE) {
                 last_round = Some(Instant::now());
                 member.refresh();
-                member.measure(&mut in_use);
+                // If it panics, the bytes in use are unknown this time.
+                member.measure(|| contain(&mut in_use).flatten());
                 self.claims.expire_credit();
                 member.set_reclaimable(self.budget.offered(Some(&self.registration)));
             }

@@ -8,9 +8,13 @@ use aquifer_core::{
 use aquifer_ledger::{Ledger, Share, SharedBudget};
 use std::{
     env, fs,
+    panic::resume_unwind,
     path::PathBuf,
     process,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, Ordering::Relaxed},
+    },
     time::{Duration, Instant},
 };
 
@@ -98,6 +102,29 @@ fn a_charge_within_a_guarantee_gets_what_others_have_in_caches() {
     assert_eq!(cache.bytes(), 40);
     drop(charge_of_server);
     assert_eq!(charge(&borrower, 55).map(|charge| charge.bytes()), Some(55));
+}
+
+#[test]
+fn a_panic_while_the_use_is_read_does_not_end_the_thread_that_answers_others() {
+    let scratch = Scratch::new("panics");
+    let calls = Arc::new(AtomicU32::new(0));
+    let in_use = {
+        let calls = calls.clone();
+        move || -> Option<u64> {
+            calls.fetch_add(1, Relaxed);
+            // As a panic, but without its message.
+            resume_unwind(Box::new("the driver is gone"))
+        }
+    };
+    let ledger = Ledger::open(&scratch.0, "gpu", 100).unwrap();
+    let holder = Share::new().join(ledger).unwrap().budget("device 0", in_use).unwrap();
+    let (cache, _registration) = Cache::fill(&holder, 20);
+    while calls.load(Relaxed) < 2 {
+        std::thread::yield_now();
+    }
+    let other = scratch.budget(Share::new());
+    assert_eq!(charge(&other, 50).map(|charge| charge.bytes()), Some(50));
+    assert_eq!(cache.bytes(), 50);
 }
 
 #[test]
