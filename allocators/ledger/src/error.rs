@@ -53,6 +53,8 @@ pub enum LedgerError {
     Busy {
         /// The ledger.
         path: PathBuf,
+        /// That process, as it has named itself, or 0.
+        process: u32,
     },
 }
 
@@ -86,8 +88,10 @@ impl fmt::Display for LedgerError {
             ),
             Self::NoThread { error } => write!(f, "no thread answers other processes: {error}"),
             Self::Full { slots } => write!(f, "all {slots} slots belong to live processes"),
-            Self::Busy { path } => {
-                write!(f, "{}: another process has kept it locked for a second", path.display())
+            Self::Busy { path, process } => {
+                let path = path.display();
+                write!(f, "{path}: process {process} has kept it locked for a second; ")?;
+                f.write_str("let it go on if it is stopped, or end it")
             }
         }
     }
@@ -105,10 +109,45 @@ impl error::Error for LedgerError {
     }
 }
 
+/// The member that is most in the way of a refused claim.
+///
+/// See the example of [`ClaimRefused`].
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Holder {
+    /// The process, as it has named itself.
+    pub process: u32,
+    /// Its command.
+    pub command: String,
+    /// The bytes that it has claimed, reserved, or is about to claim.
+    pub bytes: u64,
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { process, command, bytes } = self;
+        // A command may have any characters, which `?` escapes.
+        write!(f, "process {process} holds {} ({command:?})", Bytes(*bytes))
+    }
+}
+
 /// The refusal of a claim, which has changed nothing. All figures are in bytes, of that moment.
 ///
-/// See the example of [`Member`](crate::Member).
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// ```
+/// use aquifer_ledger::{Ledger, Share};
+/// # let folder = std::env::temp_dir().join(format!("aquifer-refused-doc-{}", std::process::id()));
+/// let holder = Share::new().join(Ledger::open(&folder, "GPU-1", 100)?)?;
+/// let other = Share::new().join(Ledger::open(&folder, "GPU-1", 100)?)?;
+/// holder.claim(70)?;
+/// let refused = other.claim(40).unwrap_err();
+/// assert_eq!((refused.others, refused.room(), refused.is_final()), (70, 30, false));
+/// let largest = refused.largest.clone().unwrap();
+/// assert_eq!((largest.process, largest.bytes), (std::process::id(), 70));
+/// assert!(refused.to_string().contains(&format!("process {} holds 70 B", std::process::id())));
+/// # drop((holder, other));
+/// # std::fs::remove_dir_all(&folder)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, PartialEq, Eq)]
 pub struct ClaimRefused {
     /// What was requested.
     pub requested: u64,
@@ -118,12 +157,14 @@ pub struct ClaimRefused {
     pub limit: u64,
     /// The capacity of the memory.
     pub capacity: u64,
-    /// What other members have claimed or reserved.
+    /// What other members have claimed, reserved, or are about to claim.
     pub others: u64,
     /// What is kept for members that wait and come first.
     pub kept: u64,
     /// What is in use by processes that are no members.
     pub unaccounted: u64,
+    /// The member that holds most of `others`.
+    pub largest: Option<Holder>,
     /// Whether this is the child of a fork, which has no claims and must join by itself.
     pub is_forked: bool,
 }
@@ -155,16 +196,22 @@ impl fmt::Display for ClaimRefused {
         }
         write!(
             f,
-            "{} claimed beside {} of a limit of {}; of {}, other processes hold {}, wait for {}, \
-             and use {} unaccounted",
+            "{} requested with {} of the limit of {} claimed; of {}, other processes hold {}",
             Bytes(self.requested),
             Bytes(self.claimed),
             Bytes(self.limit),
             Bytes(self.capacity),
-            Bytes(self.others),
-            Bytes(self.kept),
-            Bytes(self.unaccounted)
-        )
+            Bytes(self.others)
+        )?;
+        match self.kept {
+            0 => {}
+            kept => write!(f, ", {} are kept for those that wait", Bytes(kept))?,
+        }
+        match self.unaccounted {
+            0 => {}
+            others => write!(f, ", processes that claim nothing use {}", Bytes(others))?,
+        }
+        self.largest.as_ref().map_or(Ok(()), |largest| write!(f, "; {largest}"))
     }
 }
 

@@ -1,5 +1,6 @@
 //! Descriptors that a forked child must not keep: a lock by open file description lives as long as
-//! any process has the description open.
+//! any process has the description open. A child that is stopped within `fork` closes them when it
+//! goes on; until then its parent's lock outlives the parent.
 #![expect(unsafe_code, reason = "installs a fork handler, which closes descriptors")]
 
 use nix::libc;

@@ -1,4 +1,4 @@
-//! The layout of a ledger, version 1.
+//! The layout of a ledger, version 2.
 //!
 //! ```text
 //!   0       header: magic, version, capacity, use by others, tickets, and two futex words
@@ -12,7 +12,7 @@
 /// `AQUIFERL`, read as a word.
 pub(crate) const MAGIC: u64 = u64::from_ne_bytes(*b"AQUIFERL");
 /// The version of this layout.
-pub(crate) const VERSION: u64 = 1;
+pub(crate) const VERSION: u64 = 2;
 
 pub(crate) const WORD: usize = 8;
 pub(crate) const HEADER_BYTES: usize = 4096;
@@ -35,6 +35,8 @@ pub(crate) mod header {
     pub(crate) const UNACCOUNTED: usize = 3;
     /// One more than the highest number of a slot that may be in use.
     pub(crate) const SLOTS_USED: usize = 4;
+    /// The process that has the right to join, or 0. For display only.
+    pub(crate) const JOINING: usize = 5;
     /// The number of wishes so far.
     pub(crate) const TICKETS: usize = 8;
     /// A futex of four bytes, changed by each new wish.
@@ -45,7 +47,8 @@ pub(crate) mod header {
 
 /// Words of a slot.
 pub(crate) mod slot {
-    /// Bytes of the claim that is being decided.
+    /// What the member has claimed with the claim that is being decided, or 0 if none is. See
+    /// [`held`](crate::protocol::held).
     pub(crate) const PENDING: usize = 0;
     /// Bytes that are claimed.
     pub(crate) const CLAIMED: usize = 1;
@@ -53,23 +56,25 @@ pub(crate) mod slot {
     pub(crate) const RESERVED: usize = 2;
     /// Bytes that the member waits for, or 0.
     pub(crate) const WANTED: usize = 3;
+    /// How often the slot was joined.
+    pub(crate) const JOINED: usize = 4;
     /// The rank of the wish, see [`Rank`](crate::protocol::Rank).
-    pub(crate) const RANK: usize = 4;
+    pub(crate) const RANK: usize = 5;
     /// The number of the wish.
-    pub(crate) const TICKET: usize = 5;
-    /// When the wish began, in nanoseconds of the monotonic clock.
-    pub(crate) const WISHED: usize = 6;
-    /// When the wish was renewed.
+    pub(crate) const TICKET: usize = 6;
+    /// When the wish was renewed, in nanoseconds of the [clock](crate::clock).
     pub(crate) const RENEWED: usize = 7;
 
-    pub(crate) const GUARANTEE: usize = 8;
-    pub(crate) const LIMIT: usize = 9;
+    /// When the wish began.
+    pub(crate) const WISHED: usize = 8;
+    pub(crate) const GUARANTEE: usize = 9;
+    pub(crate) const LIMIT: usize = 10;
     /// The priority, as an `i64`.
-    pub(crate) const PRIORITY: usize = 10;
+    pub(crate) const PRIORITY: usize = 11;
     /// Bytes that the member could give back soon, as it has last estimated them.
-    pub(crate) const RECLAIMABLE: usize = 11;
+    pub(crate) const RECLAIMABLE: usize = 12;
     /// The process, for display only.
-    pub(crate) const PROCESS: usize = 12;
+    pub(crate) const PROCESS: usize = 13;
     /// The command: a text of at most [`COMMAND_BYTES`].
     pub(crate) const COMMAND: usize = 16;
     pub(crate) const COMMAND_BYTES: usize = 120;

@@ -7,14 +7,15 @@ use crate::{
     figures::{LedgerFigures, MemberFigures},
     file,
     forks::OwnFile,
-    layout::{SLOT_WORDS, SLOTS, header, slot},
+    layout::{SLOTS, header, slot},
     map::Mapping,
-    protocol::{Table, wish},
+    protocol::{self, Dead, Table, held, put, wish},
 };
 use aquifer_status::{StatusError, folder, text::read_text};
 use std::{
     fmt, fs, io,
     path::{Path, PathBuf},
+    process,
     sync::{
         Mutex, MutexGuard, PoisonError,
         atomic::{
@@ -47,24 +48,12 @@ pub struct Ledger {
     name: String,
     /// The capacity that [`Ledger::open`] was called with.
     asked: Option<u64>,
-    /// One more than the highest slot that any member of this handle has seen in use. The header
-    /// may be overwritten.
-    used: AtomicUsize,
+    /// The largest number of slots that this handle has seen in use, see [`Table`].
+    seen: AtomicUsize,
     /// The slot whose lock this handle has, or [`SLOTS`].
     own: AtomicUsize,
     /// Held while this process has, or tries for, the right to join.
     membership: Mutex<()>,
-}
-
-/// What became of the slots of dead members.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Cleared {
-    /// There was none.
-    None,
-    /// So many were cleared.
-    Some(usize),
-    /// There are some, and another process has the right to join.
-    Busy,
 }
 
 impl Ledger {
@@ -120,7 +109,7 @@ impl Ledger {
             name: name.to_owned(),
             path,
             asked,
-            used: AtomicUsize::new(0),
+            seen: AtomicUsize::new(0),
             own: AtomicUsize::new(SLOTS),
             membership: Mutex::new(()),
         })
@@ -133,8 +122,16 @@ impl Ledger {
     }
 
     /// Returns the figures of the live members, with a system call for each slot that is in use.
+    ///
+    /// In a child of a fork it opens the file again. If that fails, slots of dead members that are
+    /// not cleared yet are shown too.
     #[must_use]
     pub fn figures(&self) -> LedgerFigures {
+        if !self.file.is_of_this_process()
+            && let Ok(again) = self.open_again()
+        {
+            return again.figures();
+        }
         let table = self.table();
         let member = |number: usize| {
             let slot: Vec<u64> = table.slot(number).iter().map(|word| word.load(Acquire)).collect();
@@ -142,7 +139,7 @@ impl Ledger {
             MemberFigures {
                 process: slot[slot::PROCESS] as u32,
                 command: read_text(&slot, slot::COMMAND, slot::COMMAND_BYTES),
-                claimed: slot[slot::CLAIMED],
+                claimed: held(slot[slot::PENDING], slot[slot::CLAIMED]).0,
                 guarantee: slot[slot::GUARANTEE],
                 is_reserved: slot[slot::RESERVED] > 0,
                 limit: slot[slot::LIMIT],
@@ -155,12 +152,12 @@ impl Ledger {
             name: self.name.clone(),
             capacity: table.header[header::CAPACITY].load(Relaxed),
             unaccounted: table.header[header::UNACCOUNTED].load(Relaxed),
-            members: (0..self.used()).filter(|number| self.is_live(*number)).map(member).collect(),
+            members: (0..table.used()).filter(|number| self.is_live(*number)).map(member).collect(),
         }
     }
 
     pub(crate) fn table(&self) -> Table<'_, AtomicU64> {
-        self.map.table()
+        self.map.table(&self.seen)
     }
 
     pub(crate) fn futex(&self, at: usize) -> &AtomicU32 {
@@ -171,29 +168,21 @@ impl Ledger {
         self.asked
     }
 
-    /// Returns the number of slots that may be in use.
-    #[inline]
-    pub(crate) fn used(&self) -> usize {
-        let shown = self.table().header[header::SLOTS_USED].load(Acquire);
-        let shown = usize::try_from(shown).unwrap_or(SLOTS).min(SLOTS);
-        let seen = self.used.load(Relaxed);
-        if shown <= seen {
-            return seen;
-        }
-        self.used.fetch_max(shown, Relaxed);
-        shown
+    /// Returns this ledger, opened again if it was opened before a fork.
+    pub(crate) fn of_this_process(self) -> Result<Self, LedgerError> {
+        if self.file.is_of_this_process() { Ok(self) } else { self.open_again() }
     }
 
-    /// Raises the number of slots that may be in use, here and in the header.
-    pub(crate) fn raise_used(&self, used: usize) {
-        let used = self.used.fetch_max(used, Relaxed).max(used);
-        self.table().header[header::SLOTS_USED].fetch_max(used as u64, Relaxed);
+    /// Opens the file again: a child of a fork has it closed, and another file may have its number.
+    fn open_again(&self) -> Result<Self, LedgerError> {
+        Self::of_file(file::open(&self.path)?, self.path.clone(), &self.name, self.asked)
     }
 
     /// Returns whether an open ledger, this one or another, has the slot locked. If the system
-    /// refuses to say, it counts as live.
+    /// refuses to say, and in a child of a fork, it counts as live.
     pub(crate) fn is_live(&self, number: usize) -> bool {
         number == self.own.load(Relaxed)
+            || !self.file.is_of_this_process()
             || LockRange::Slot(number).is_locked(&self.file).unwrap_or(true)
     }
 
@@ -206,19 +195,24 @@ impl Ledger {
         Ok(taken)
     }
 
-    /// Clears the slots of dead members.
-    pub(crate) fn clear_dead(&self) -> Cleared {
-        let is_dead = |number: &usize| self.has_bytes(*number) && !self.is_live(*number);
-        let used = self.used();
-        if !(0..used).any(|number| is_dead(&number)) {
-            return Cleared::None;
+    /// Returns the slots of dead members that matter to claims. They are cleared, unless another
+    /// process has the right to join.
+    pub(crate) fn dead(&self) -> Vec<Dead> {
+        let table = self.table();
+        let dead = |number: usize| {
+            // Before the look at the lock: invariant 5 of the protocol.
+            let joined = table.slot(number)[slot::JOINED].load(Acquire);
+            (self.has_bytes(number) && !self.is_live(number)).then_some(Dead { number, joined })
+        };
+        let found: Vec<Dead> = (0..table.used()).filter_map(dead).collect();
+        if !found.is_empty()
+            && let Ok(Some(_membership)) = self.try_membership()
+        {
+            // With the right to join, no process can take a slot that is found dead.
+            let numbers = found.iter().map(|dead| dead.number);
+            numbers.filter(|number| !self.is_live(*number)).for_each(|number| self.clear(number));
         }
-        let Ok(Some(_membership)) = self.try_membership() else { return Cleared::Busy };
-        // With the right to join, no process can take a slot that is found dead.
-        let dead: Vec<usize> = (0..used).filter(is_dead).collect();
-        dead.iter().for_each(|number| self.clear(*number));
-        // Another process may have cleared them first.
-        Cleared::Some(dead.len())
+        found
     }
 
     /// Returns whether a slot matters to claims.
@@ -231,15 +225,17 @@ impl Ledger {
 
     /// Clears a slot that no other process writes to.
     pub(crate) fn clear(&self, number: usize) {
-        let slot = self.table().slot(number);
-        slot[..SLOT_WORDS].iter().for_each(|word| word.store(0, Relaxed));
+        protocol::clear(self.table().slot(number));
     }
 
     /// Takes the right to join, if no other process and no other thread has it.
     pub(crate) fn try_membership(&self) -> io::Result<Option<Membership<'_>>> {
         let guard = self.membership.lock().unwrap_or_else(PoisonError::into_inner);
         let taken = LockRange::Membership.try_lock(&self.file)?;
-        Ok(taken.then(|| Membership { ledger: self, _guard: guard }))
+        Ok(taken.then(|| {
+            put(&self.table().header[header::JOINING], u64::from(process::id()), Relaxed);
+            Membership { ledger: self, _guard: guard }
+        }))
     }
 }
 
@@ -251,6 +247,7 @@ pub(crate) struct Membership<'a> {
 
 impl Drop for Membership<'_> {
     fn drop(&mut self) {
+        put(&self.ledger.table().header[header::JOINING], 0, Relaxed);
         LockRange::Membership.unlock(&self.ledger.file);
     }
 }

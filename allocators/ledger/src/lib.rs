@@ -13,11 +13,12 @@
 //! | `clock` | the clock of wishes |
 //! | `forks` | descriptors that a forked child does not keep |
 //! | `map` | the mapped file |
-//! | `error` | [`LedgerError`], [`ClaimRefused`] |
+//! | `error` | [`LedgerError`], [`ClaimRefused`], [`Holder`] |
 //! | `file` | the files: folder, names, creation, checks |
 //! | `memory` | [`LedgerMemory`]: the names of ledgers |
 //! | `figures` | [`LedgerFigures`]: what readers see |
 //! | `ledger` | [`Ledger`]: an open file, its live slots and dead ones |
+//! | `steps` | what tests and fuzz programs do inside a claim |
 //! | `member` | [`Member`]: the share of a process, its claims and wishes |
 //! | `budget` | [`SharedBudget`]: a budget that claims, and the thread that answers others |
 //!
@@ -25,10 +26,13 @@
 //! 1. **The live claims never exceed the capacity.** See `protocol`.
 //! 2. **A dead process has no claim.** A slot counts as long as its byte range is locked by an open
 //!    file description. The kernel releases the lock when the process dies. Before a claim is
-//!    refused, the slots of dead members are cleared.
+//!    refused, the slots of dead members are left out, and cleared if no process is joining.
 //! 3. **No wait and no system call happens under a lock** of the process or of the file, except
 //!    the calls that check and clear slots under the right to join.
 //! 4. **A failed call has changed nothing.**
+//! 5. **A stopped process delays the claims of others by no more than 100 ms**, wherever it stops.
+//!    What it has claimed stays claimed, and the refusal of a claim names the process that holds
+//!    most. While it has the right to join, others cannot join, and the error names it.
 //!
 //! # Guarantees are lent
 //! A guarantee is not set aside while its member does not use it: others may claim it, and give it
@@ -47,8 +51,8 @@
 //! - claims of a higher rank: earlier wishes, higher priorities, and claims within guarantees,
 //!   which together never exceed the capacity.
 //!
-//! A wish that is not renewed for 100 ms no longer counts, so that a stopped process delays others
-//! by no more than that. A member whose threads do not run for so long can be passed.
+//! A wish that is not renewed for 100 ms no longer counts. A member whose threads do not run for so
+//! long can be passed.
 //!
 //! # What is trusted
 //! Members are processes of one user. Noise in a slot is repaired by its owner when it claims,
@@ -71,12 +75,15 @@ mod map;
 mod member;
 mod memory;
 mod protocol;
+#[cfg(any(test, feature = "steps"))]
+#[doc(hidden)]
+pub mod steps;
 #[cfg(test)]
 #[cfg(not(loom))]
 mod tests;
 
 pub use budget::SharedBudget;
-pub use error::{ClaimRefused, LedgerError};
+pub use error::{ClaimRefused, Holder, LedgerError};
 pub use figures::{LedgerFigures, MemberFigures};
 pub use file::{VARIABLE, folder_of_environment};
 pub use ledger::Ledger;

@@ -12,7 +12,7 @@ use std::{
     io,
     num::NonZeroUsize,
     ptr::NonNull,
-    sync::atomic::{AtomicU32, AtomicU64},
+    sync::atomic::{AtomicU32, AtomicU64, AtomicUsize},
 };
 
 /// A mapping of [`FILE_BYTES`] bytes of a file.
@@ -44,11 +44,12 @@ impl Mapping {
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().byte_add(at).cast(), count) }
     }
 
-    pub(crate) fn table(&self) -> Table<'_, AtomicU64> {
+    pub(crate) fn table<'a>(&'a self, seen: &'a AtomicUsize) -> Table<'a, AtomicU64> {
         Table {
             header: self.words(0, HEADER_WORDS),
             slots: self.words(HEADER_BYTES, SLOTS * SLOT_WORDS),
             stride: SLOT_WORDS,
+            seen,
         }
     }
 

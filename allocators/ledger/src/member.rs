@@ -2,15 +2,17 @@
 
 use crate::{
     clock::now_ns,
-    error::{ClaimRefused, LedgerError},
+    error::{ClaimRefused, Holder, LedgerError},
     futex,
     layout::{SLOTS, header, slot},
-    ledger::{Cleared, Ledger},
-    protocol::{self, Others, Outcome, Rank, Terms, put, wish},
+    ledger::Ledger,
+    protocol::{
+        self, Dead, LAPSES_AFTER_NS, MOST_CLAIMED, Others, Outcome, Rank, Terms, held, put, wish,
+    },
 };
 use aquifer_status::{
     StatusError,
-    text::{cut, write_text},
+    text::{cut, read_text, write_text},
 };
 use std::{
     env, hint, process,
@@ -29,8 +31,11 @@ use std::{
 const JOIN_WAIT: Duration = Duration::from_secs(1);
 /// The longest wait between two attempts of a waiting claim. The death of a member wakes no other.
 const RETRY: Duration = Duration::from_micros(500);
-/// How long a claim is tried again that others' undecided claims stand in the way of.
+/// How long a claim is tried again that others' undecided claims stand in the way of. Then these
+/// are cancelled: their processes may be stopped.
 const CONFLICT_WAIT: Duration = Duration::from_millis(2);
+/// How long it is tried again in all, while others cancel it.
+const CANCELLED_WAIT: Duration = Duration::from_nanos(LAPSES_AFTER_NS);
 /// Wishes that are older ask all members for all that is missing, whatever they seemed to have.
 const PATIENCE_NS: u64 = 5_000_000;
 
@@ -91,12 +96,14 @@ impl Share {
         self
     }
 
-    /// Joins a ledger with these terms. Waits up to a second while other processes join.
+    /// Joins a ledger with these terms. Waits up to a second while other processes join. A ledger
+    /// that was opened before a fork is opened again.
     ///
     /// # Errors
     /// [`LedgerError::GuaranteeAboveLimit`]; [`LedgerError::GuaranteesExceedCapacity`];
     /// [`LedgerError::Full`]; [`LedgerError::Busy`]; [`LedgerError::File`].
     pub fn join(self, ledger: Ledger) -> Result<Member, LedgerError> {
+        let ledger = ledger.of_this_process()?;
         let limit = self.limit.min(ledger.asked().unwrap_or(u64::MAX));
         if self.guarantee > limit {
             return Err(LedgerError::GuaranteeAboveLimit { guarantee: self.guarantee, limit });
@@ -108,7 +115,8 @@ impl Share {
                 break membership;
             }
             if begun.elapsed() > JOIN_WAIT {
-                return Err(LedgerError::Busy { path: ledger.path().to_owned() });
+                let process = ledger.table().header[header::JOINING].load(Relaxed) as u32;
+                return Err(LedgerError::Busy { path: ledger.path().to_owned(), process });
             }
             thread::sleep(Duration::from_micros(100));
         };
@@ -125,38 +133,48 @@ impl Share {
         if guarantee > 0 && others.saturating_add(guarantee) > capacity {
             return Err(LedgerError::GuaranteesExceedCapacity { guarantee, others, capacity });
         }
+        if live.is_empty() {
+            put(&table.header[header::CAPACITY], capacity, Relaxed);
+            put(&table.header[header::UNACCOUNTED], 0, Relaxed);
+        }
+        table.raise_used(live.last().map_or(0, |last| last + 1));
+        let limit = limit.min(capacity).min(MOST_CLAIMED);
+        let command: Vec<String> =
+            env::args_os().map(|argument| argument.to_string_lossy().into_owned()).collect();
+        let terms = |words: &[AtomicU64]| {
+            self.write(words, limit);
+            put(&words[slot::PROCESS], u64::from(process::id()), Relaxed);
+            write_text(words, slot::COMMAND, cut(&command.join(" "), slot::COMMAND_BYTES));
+        };
         let free = (0..SLOTS).filter(|number| !live.contains(number));
         let mut taken = None;
         for number in free {
-            if ledger.take_slot(number).map_err(refused)? {
+            let lock = || ledger.take_slot(number);
+            if protocol::join(&table, number, terms, lock).map_err(refused)? {
                 taken = Some(number);
                 break;
             }
         }
         let number = taken.ok_or(LedgerError::Full { slots: SLOTS })?;
-        if live.is_empty() {
-            table.header[header::CAPACITY].store(capacity, Relaxed);
-            table.header[header::UNACCOUNTED].store(0, Relaxed);
-        }
-        ledger.clear(number);
-        let command: Vec<String> =
-            env::args_os().map(|argument| argument.to_string_lossy().into_owned()).collect();
-        let words = table.slot(number);
-        put(&words[slot::PROCESS], u64::from(process::id()), Relaxed);
-        write_text(words, slot::COMMAND, cut(&command.join(" "), slot::COMMAND_BYTES));
-        ledger.raise_used(live.last().map_or(0, |last| last + 1).max(number + 1));
         drop(membership);
-        let member = Member {
+        Ok(Member {
             ledger,
             slot: number,
             capacity,
-            limit: limit.min(capacity),
+            limit,
             share: self,
             claimed: Mutex::new(0),
             is_wishing: AtomicBool::new(false),
-        };
-        member.refresh();
-        Ok(member)
+        })
+    }
+
+    /// Writes the terms into a slot.
+    fn write(&self, words: &[AtomicU64], limit: u64) {
+        let set = |at: usize, value: u64| put(&words[at], value, Release);
+        set(slot::RESERVED, if self.reserve { self.guarantee } else { 0 });
+        set(slot::GUARANTEE, self.guarantee);
+        set(slot::LIMIT, limit);
+        set(slot::PRIORITY, i64::from(self.priority).cast_unsigned());
     }
 }
 
@@ -257,14 +275,16 @@ impl Member {
             return Ok(());
         }
         let (mut begun, mut attempt) = (None, 0_u32);
+        let (mut dead, mut cancels) = (Vec::new(), false);
         loop {
-            let (outcome, claimed) = self.try_claim(bytes, ticket);
+            let (outcome, claimed) = self.try_claim(bytes, ticket, &dead, cancels);
             let (others, in_conflict) = match outcome {
                 Outcome::Granted => return Ok(()),
                 Outcome::Conflict(others) => (others, true),
-                Outcome::Refused(others) => (others, false),
+                // What is undecided is not in the way.
+                Outcome::Refused(others) => (Others { at_most: others.held, ..others }, false),
             };
-            let refused = self.refusal(bytes, claimed, others);
+            let mut refused = self.refusal(bytes, claimed, others);
             if refused.is_final() {
                 return Err(refused);
             }
@@ -276,20 +296,23 @@ impl Member {
                 attempt += 1;
                 continue;
             }
-            match self.ledger.clear_dead() {
-                Cleared::Some(_) => continue,
-                Cleared::None if !in_conflict => return Err(refused),
-                Cleared::None | Cleared::Busy => {}
+            let found = self.ledger.dead();
+            if found.iter().any(|found| !dead.contains(found)) {
+                dead = found;
+                continue;
             }
-            if begun.get_or_insert_with(Instant::now).elapsed() > CONFLICT_WAIT {
+            let waited = begun.get_or_insert_with(Instant::now).elapsed();
+            if !in_conflict || waited > CANCELLED_WAIT {
+                refused.largest = self.largest_holder(&dead);
                 return Err(refused);
             }
+            cancels = waited > CONFLICT_WAIT;
             let jitter = now_ns().wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58;
             thread::sleep(Duration::from_micros(jitter));
         }
     }
 
-    fn try_claim(&self, bytes: u64, ticket: u64) -> (Outcome, u64) {
+    fn try_claim(&self, bytes: u64, ticket: u64, dead: &[Dead], cancels: bool) -> (Outcome, u64) {
         let forked = (Outcome::Refused(Others::default()), 0);
         if !self.is_of_this_process() {
             return forked;
@@ -297,8 +320,7 @@ impl Member {
         let mut claimed = self.lock();
         let next = claimed.saturating_add(bytes);
         let rank = Rank::new(next <= self.share.guarantee, self.share.priority, ticket);
-        let used = self.ledger.used();
-        let terms = Terms { own: self.slot, used, capacity: self.capacity, rank };
+        let terms = Terms { own: self.slot, capacity: self.capacity, rank, dead, cancels };
         let table = self.ledger.table();
         let outcome = if next > self.limit {
             Outcome::Refused(protocol::others(&table, &terms, now_ns))
@@ -320,8 +342,27 @@ impl Member {
             others: others.at_most,
             kept: others.kept,
             unaccounted: self.ledger.table().header[header::UNACCOUNTED].load(Relaxed),
+            largest: None,
             is_forked: !self.is_of_this_process(),
         }
+    }
+
+    /// Returns the other member that has claimed, reserved or is about to claim the most.
+    fn largest_holder(&self, dead: &[Dead]) -> Option<Holder> {
+        let table = self.ledger.table();
+        let others = (0..table.used()).filter(|number| {
+            *number != self.slot && dead.iter().all(|dead| dead.number != *number)
+        });
+        let holders = others.map(|number| {
+            let words = table.slot(number);
+            let pending = words[slot::PENDING].load(Acquire);
+            let (_, at_most) = held(pending, words[slot::CLAIMED].load(Acquire));
+            (at_most.max(words[slot::RESERVED].load(Relaxed)), number)
+        });
+        let (bytes, number) = holders.max().filter(|(bytes, _)| *bytes > 0)?;
+        let words: Vec<u64> = table.slot(number).iter().map(|word| word.load(Relaxed)).collect();
+        let command = read_text(&words, slot::COMMAND, slot::COMMAND_BYTES);
+        Some(Holder { process: words[slot::PROCESS] as u32, command, bytes })
     }
 
     /// Releases claimed bytes, at most all. Wakes members that wait. Never blocks.
@@ -343,7 +384,8 @@ impl Member {
         if self.is_of_this_process() { *self.lock() } else { 0 }
     }
 
-    /// Returns the bytes that a claim could take now. An estimate: other members claim too.
+    /// Returns the bytes that a claim could take now, with a system call for each other member that
+    /// holds any. An estimate: other members claim too.
     #[must_use]
     pub fn room(&self) -> u64 {
         if !self.is_of_this_process() {
@@ -351,8 +393,8 @@ impl Member {
         }
         let claimed = *self.lock();
         let rank = Rank::new(claimed < self.share.guarantee, self.share.priority, u64::MAX);
-        let used = self.ledger.used();
-        let terms = Terms { own: self.slot, used, capacity: self.capacity, rank };
+        let (dead, capacity) = (self.ledger.dead(), self.capacity);
+        let terms = Terms { own: self.slot, capacity, rank, dead: &dead, cancels: false };
         let others = protocol::others(&self.ledger.table(), &terms, now_ns);
         self.refusal(0, claimed, others).room()
     }
@@ -375,19 +417,15 @@ impl Member {
         if !self.is_of_this_process() {
             return;
         }
-        self.ledger.raise_used(self.slot + 1);
-        self.ledger.table().header[header::CAPACITY].store(self.capacity, Relaxed);
-        let Share { guarantee, reserve, priority, .. } = self.share;
+        let (table, words) = (self.ledger.table(), self.words());
+        table.raise_used(self.slot + 1);
+        put(&table.header[header::CAPACITY], self.capacity, Relaxed);
         let claimed = self.lock();
-        let set = |at: usize, value: u64| put(&self.words()[at], value, Release);
-        set(slot::CLAIMED, *claimed);
-        set(slot::PENDING, 0);
-        set(slot::RESERVED, if reserve { guarantee } else { 0 });
-        set(slot::GUARANTEE, guarantee);
-        set(slot::LIMIT, self.limit);
-        set(slot::PRIORITY, i64::from(priority).cast_unsigned());
+        put(&words[slot::CLAIMED], *claimed, Release);
+        put(&words[slot::PENDING], 0, Release);
+        self.share.write(words, self.limit);
         if !self.is_wishing.load(Acquire) {
-            set(slot::WANTED, 0);
+            put(&words[slot::WANTED], 0, Release);
         }
     }
 
@@ -406,20 +444,25 @@ impl Member {
         if !self.is_of_this_process() {
             return;
         }
-        let claimed = || {
-            let table = self.ledger.table();
-            (0..self.ledger.used())
-                .map(|number| table.slot(number)[slot::CLAIMED].load(Acquire))
-                .fold(0, u64::saturating_add)
+        let dead = self.ledger.dead();
+        let table = self.ledger.table();
+        let claimed = || -> Vec<u64> {
+            let claimed = |number| {
+                let is_dead = dead.iter().any(|dead| dead.number == number);
+                if is_dead { 0 } else { table.slot(number)[slot::CLAIMED].load(Acquire) }
+            };
+            (0..table.used()).map(claimed).collect()
         };
-        if self.ledger.clear_dead() == Cleared::Busy {
-            return;
-        }
-        // What is released or claimed during the reading is not taken for others' use.
+        // What is released or claimed during the reading is not taken for others' use. Members that
+        // join during it are in the second look.
         let before = claimed();
         let Some(in_use) = read() else { return };
-        let unaccounted = in_use.saturating_sub(before.max(claimed()));
-        self.ledger.table().header[header::UNACCOUNTED].store(unaccounted, Relaxed);
+        let most = claimed()
+            .into_iter()
+            .enumerate()
+            .map(|(number, after)| before.get(number).map_or(after, |before| after.max(*before)));
+        let unaccounted = in_use.saturating_sub(most.fold(0, u64::saturating_add));
+        put(&table.header[header::UNACCOUNTED], unaccounted, Relaxed);
     }
 
     /// Returns the bytes that this member is asked to give back for the wishes of others: at most
@@ -432,7 +475,8 @@ impl Member {
         if !self.is_of_this_process() {
             return 0;
         }
-        let (table, used) = (self.ledger.table(), self.ledger.used());
+        let table = self.ledger.table();
+        let used = table.used();
         let wishes: Vec<_> = (0..used)
             .filter(|number| *number != self.slot)
             .filter_map(|number| wish(table.slot(number), now_ns))
@@ -460,7 +504,8 @@ impl Member {
         let wanted = wishes.iter().fold(0, |sum: u64, wish| sum.saturating_add(wish.bytes));
         let missing = held.saturating_add(wanted).saturating_sub(capacity);
         let oldest = wishes.iter().map(|wish| wish.since).min().unwrap_or_default();
-        let is_late = now_ns().saturating_sub(oldest) > PATIENCE_NS;
+        // Also if the clock was set back.
+        let is_late = now_ns().abs_diff(oldest) > PATIENCE_NS;
         let part = if is_late { missing } else { missing.saturating_sub(before) };
         part.min(excess(self.words()))
     }
@@ -469,7 +514,7 @@ impl Member {
     #[must_use]
     pub fn lent_to_others(&self) -> u64 {
         let table = self.ledger.table();
-        (0..self.ledger.used())
+        (0..table.used())
             .filter(|number| *number != self.slot)
             .map(|number| excess(table.slot(number)))
             .fold(0, u64::saturating_add)
@@ -496,7 +541,7 @@ impl Member {
     fn wake_waiting(&self) {
         let table = self.ledger.table();
         let waits = |number| table.slot(number)[slot::WANTED].load(Acquire) != 0;
-        if (0..self.ledger.used()).any(waits) {
+        if (0..table.used()).any(waits) {
             let releases = self.ledger.futex(header::RELEASES);
             releases.fetch_add(1, AcqRel);
             futex::wake_all(releases);
@@ -557,6 +602,9 @@ impl<'a> WrittenWish<'a> {
     }
 
     fn renew(&self) {
+        if !self.member.is_of_this_process() {
+            return;
+        }
         let Share { guarantee, priority, .. } = self.member.share;
         let is_within = self.member.claimed().saturating_add(self.bytes) <= guarantee;
         let words = self.member.words();
@@ -567,6 +615,9 @@ impl<'a> WrittenWish<'a> {
 
 impl Drop for WrittenWish<'_> {
     fn drop(&mut self) {
+        if !self.member.is_of_this_process() {
+            return;
+        }
         put(&self.member.words()[slot::WANTED], 0, Release);
         self.member.is_wishing.store(false, Release);
         // Wishes behind it may be served now.

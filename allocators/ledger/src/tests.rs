@@ -2,17 +2,23 @@
 
 use crate::{
     Ledger, LedgerError, Member, Share,
+    byte_lock::LockRange,
     layout::{FILE_BYTES, MAGIC, SLOT_WORDS, VERSION, WORD, header, slot},
-    protocol::{LAPSES_AFTER_NS, tests::DIE_AT},
+    protocol::{
+        LAPSES_AFTER_NS,
+        tests::{DIE_AT, STOP_AT},
+    },
+    steps::run_inside,
 };
 use aquifer_status::{FileFault, StatusError};
 use nix::{
     libc,
     sys::{
-        signal::{SigHandler, Signal, signal},
+        signal::{SigHandler, Signal, kill, signal},
         stat::Mode,
+        wait::{WaitPidFlag, WaitStatus, waitpid},
     },
-    unistd,
+    unistd::{self, Pid},
 };
 use std::{
     env, fs,
@@ -21,10 +27,14 @@ use std::{
         process::ExitStatusExt,
     },
     path::{Path, PathBuf},
-    process::{self, Command},
-    sync::atomic::Ordering::Relaxed,
+    process::{self, Command, Stdio},
+    sync::{
+        Barrier,
+        atomic::Ordering::{Acquire, Relaxed},
+        mpsc,
+    },
     thread,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 /// A folder that is removed at the end.
@@ -227,7 +237,7 @@ fn higher_priorities_and_earlier_wishes_are_served_first() {
         scratch.join(Share::new().priority(5)),
     ];
     holder.claim(100).unwrap();
-    let (sender, receiver) = std::sync::mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     thread::scope(|scope| {
         for (number, member) in members.iter().enumerate() {
             let sender = sender.clone();
@@ -275,6 +285,65 @@ fn use_by_others_is_subtracted_from_the_capacity() {
     // What has been claimed and not been taken yet hides as much.
     member.measure(|| Some(10));
     member.claim(80).unwrap();
+}
+
+#[test]
+fn what_moves_from_one_member_to_another_while_the_use_is_read_is_not_others_use() {
+    let scratch = Scratch::new("moves");
+    let (first, second) = (scratch.join(Share::new()), scratch.join(Share::new()));
+    first.claim(60).unwrap();
+    first.measure(|| {
+        // Read while both use theirs, and a third has joined.
+        second.claim(20).unwrap();
+        let third = scratch.join(Share::new());
+        third.claim(20).unwrap();
+        first.release(60);
+        drop(third);
+        Some(80)
+    });
+    assert_eq!(first.ledger().figures().unaccounted, 0);
+}
+
+/// At each store of the claim, another member joins and claims what does not fit beside it.
+#[test]
+fn a_member_that_joins_inside_of_a_claim_is_seen_by_it_or_sees_it() {
+    for stores in 0..6 {
+        let scratch = Scratch::new("inside");
+        let first = scratch.join(Share::new());
+        let (sender, receiver) = mpsc::channel();
+        let path = scratch.0.clone();
+        let join = move || {
+            let joined = Share::new().join(Ledger::open(&path, "gpu", 100).unwrap()).unwrap();
+            let granted = joined.claim(60).is_ok();
+            sender.send((joined, granted)).unwrap();
+        };
+        let own = run_inside(stores, Box::new(join), || first.claim(60)).is_ok();
+        let Ok((_joined, granted)) = receiver.try_recv() else {
+            assert!(own && stores > 3, "only {stores} stores");
+            return;
+        };
+        assert!(!(own && granted), "both are granted at store {stores}");
+        assert!(own || granted, "none is granted at store {stores}");
+        assert!(first.ledger().figures().claimed() <= 100);
+    }
+}
+
+#[test]
+fn of_two_members_that_join_at_once_with_guarantees_above_the_capacity_one_is_refused() {
+    for _ in 0..200 {
+        let scratch = Scratch::new("at_once");
+        let ledgers = [scratch.ledger(100), scratch.ledger(100)];
+        let both = Barrier::new(2);
+        let joined = thread::scope(|scope| {
+            let join = |ledger| {
+                both.wait();
+                Share::new().guarantee(60).join(ledger)
+            };
+            let threads = ledgers.map(|ledger| scope.spawn(move || join(ledger)));
+            threads.map(|thread| thread.join().unwrap())
+        });
+        assert_eq!(joined.iter().filter(|joined| joined.is_ok()).count(), 1, "{joined:?}");
+    }
 }
 
 /// It neither answers nor uses what it has claimed.
@@ -355,7 +424,7 @@ fn files_that_are_no_ledgers_give_the_error_of_their_damage() {
         (Vec::new(), FileFault::WrongMagic),
         (vec![1; FILE_BYTES], FileFault::WrongMagic),
         (with(header::MAGIC, MAGIC ^ 1), FileFault::WrongMagic),
-        (with(header::VERSION, 2), FileFault::OtherVersion { found: 2, known: VERSION }),
+        (with(header::VERSION, 1), FileFault::OtherVersion { found: 1, known: VERSION }),
         (valid[..4096].to_vec(), FileFault::Truncated { bytes: 4096, expected }),
         (longer, FileFault::Truncated { bytes: expected + 1, expected }),
     ] {
@@ -479,6 +548,208 @@ fn child_that_dies() {
     member.claim_by(60, soon()).unwrap();
     member.release(100);
     member.refresh();
+}
+
+/// Runs until it has stopped, or ended if that is sooner.
+fn stopped(command: &mut Command) -> Option<process::Child> {
+    let started = command.stdout(Stdio::null()).spawn().unwrap();
+    match waitpid(Pid::from_raw(started.id() as i32), Some(WaitPidFlag::WUNTRACED)).unwrap() {
+        WaitStatus::Stopped(..) => Some(started),
+        WaitStatus::Exited(_, 0) => None,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What it holds stays. What it does not is free, also if a dead member has held it, and stays so
+/// when the process goes on. What it holds is free once it is dead.
+#[test]
+fn a_process_that_is_stopped_before_any_of_its_stores_delays_others_by_at_most_100_ms() {
+    let scratch = Scratch::new("stops");
+    let survivor = scratch.join(Share::new());
+    let words = survivor.ledger().table();
+    for at in 0.. {
+        let mut child = child("tests::child_that_stops", STOP_AT, &at.to_string(), &scratch.0);
+        let Some(mut child) = stopped(&mut child) else {
+            assert!(at > 60, "only {at} stores");
+            return;
+        };
+        words.raise_used(8);
+        words.slot(7)[slot::CLAIMED].store(25, Relaxed);
+        let shown = survivor.ledger().figures();
+        let held = shown.claimed();
+        let begun = Instant::now();
+        let granted = survivor.claim_by(100 - held, begun + Duration::from_secs(10));
+        // More than 100 ms, for a machine that has other work.
+        assert!(
+            granted.is_ok() && begun.elapsed().as_millis() < 500,
+            "{at}: {:?}",
+            begun.elapsed()
+        );
+        if held > 0 {
+            let refused = survivor.claim(1).unwrap_err();
+            let largest = refused.largest.clone().unwrap();
+            assert_eq!((refused.others, largest.process), (held, child.id()), "{at}");
+        }
+        let process = Pid::from_raw(child.id() as i32);
+        if at % 2 == 0 {
+            kill(process, Signal::SIGCONT).unwrap();
+            assert!(child.wait().unwrap().success(), "{at}: it was granted what another holds");
+        } else {
+            kill(process, Signal::SIGKILL).unwrap();
+            child.wait().unwrap();
+        }
+        survivor.claim(held).unwrap();
+        survivor.release(100);
+    }
+}
+
+#[test]
+#[ignore = "a child of the test above"]
+fn child_that_stops() {
+    let member = Share::new().guarantee(20).priority(1);
+    let member = member.join(Ledger::open(&folder_of_child(), "gpu", 100).unwrap()).unwrap();
+    let granted = |claimed: Result<(), _>| {
+        assert!(claimed.is_err() || member.ledger().figures().claimed() <= 100);
+    };
+    granted(member.claim(30));
+    granted(member.claim(20));
+    member.release(10);
+    granted(member.claim(61));
+    let other = Share::new().join(Ledger::open(&folder_of_child(), "gpu", 100).unwrap()).unwrap();
+    granted(other.claim(60));
+    granted(member.claim_by(10, soon()));
+    other.release(60);
+    granted(member.claim_by(60, soon()));
+    member.refresh();
+    other.measure(|| Some(0));
+    drop(other);
+    member.release(100);
+}
+
+#[test]
+fn the_error_of_a_join_names_the_process_that_has_the_right_to_join() {
+    let scratch = Scratch::new("busy");
+    let holder = scratch.ledger(100);
+    let _membership = holder.try_membership().unwrap().unwrap();
+    let refused = Share::new().join(scratch.ledger(100)).unwrap_err();
+    assert!(
+        matches!(refused, LedgerError::Busy { process, .. } if process == process::id()),
+        "{refused}"
+    );
+}
+
+#[test]
+fn a_refusal_names_the_largest_holder_and_tells_what_is_held_from_what_is_kept() {
+    let scratch = Scratch::new("names");
+    let (large, small) = (scratch.join(Share::new()), scratch.join(Share::new()));
+    large.claim(50).unwrap();
+    small.claim(20).unwrap();
+    let words = large.ledger().table().slot(0);
+    put_text(words, "evil\u{1b}[31m\ncommand");
+    let other = scratch.join(Share::new());
+    let refused = other.claim(31).unwrap_err();
+    assert_eq!((refused.others, refused.kept), (70, 0));
+    let own = process::id();
+    let text = refused.to_string();
+    let largest =
+        format!("other processes hold 70 B; process {own} holds 50 B (\"evil\\u{{1b}}[31m");
+    assert!(text.contains(&largest) && !text.contains(char::is_control), "{text}");
+}
+
+fn put_text(words: &[std::sync::atomic::AtomicU64], text: &str) {
+    aquifer_status::text::write_text(words, slot::COMMAND, text);
+}
+
+#[test]
+fn the_clock_of_wishes_is_one_that_no_namespace_shifts() {
+    let system = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
+    let shifted = crate::clock::now_ns().abs_diff(system.as_nanos() as u64);
+    assert!(shifted < 10_000_000_000, "{shifted} ns from the real-time clock");
+}
+
+#[test]
+fn a_wish_is_seen_from_another_time_namespace() {
+    let scratch = Scratch::new("namespaces");
+    let holder = scratch.join(Share::new());
+    holder.claim(100).unwrap();
+    // A shift of ten days.
+    let shifted = ["--time", "--monotonic", "864000"];
+    let permitted = |user: &[&str]| {
+        let mut tried = Command::new("unshare");
+        tried.args(user).args(shifted).arg("true").stderr(Stdio::null());
+        tried.status().is_ok_and(|status| status.success())
+    };
+    let ways: [&[&str]; 2] = [&[], &["--user", "--map-root-user"]];
+    let Some(user) = ways.into_iter().find(|user| permitted(user)) else {
+        println!("skipped: no time namespace can be made here");
+        return;
+    };
+    let waits = child("tests::child_that_waits", "AQUIFER_TEST", "1", &scratch.0);
+    let mut command = Command::new("unshare");
+    command.args(user).args(shifted).arg(waits.get_program()).args(waits.get_args());
+    command.envs(waits.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let mut waits = command.stdout(Stdio::null()).spawn().unwrap();
+    let begun = Instant::now();
+    while holder.owed() < 40 {
+        assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", holder.ledger().figures());
+        assert!(waits.try_wait().unwrap().is_none(), "the wish has ended first");
+        thread::yield_now();
+    }
+    holder.release(40);
+    // What is released is kept for the wish.
+    let passed = holder.claim(40);
+    assert!(waits.wait().unwrap().success());
+    assert!(passed.is_err());
+}
+
+#[test]
+#[ignore = "a child of the test above"]
+fn child_that_waits() {
+    let member = Share::new().join(Ledger::open(&folder_of_child(), "gpu", 100).unwrap()).unwrap();
+    member.claim_by(40, Instant::now() + Duration::from_secs(30)).unwrap();
+}
+
+#[test]
+fn a_ledger_that_was_opened_before_a_fork_is_joined_in_the_child_as_any_other() {
+    let scratch = Scratch::new("opened");
+    let survivor = scratch.join(Share::new());
+    survivor.claim(50).unwrap();
+    let mut ended = child("tests::child_that_joins_after_a_fork", "AQUIFER_TEST", "1", &scratch.0);
+    let ended = ended.output().unwrap();
+    assert!(ended.status.success(), "{ended:?}");
+    assert_eq!(survivor.ledger().figures().claimed(), 50);
+}
+
+#[test]
+#[ignore = "a child of the test above"]
+#[expect(unsafe_code, reason = "forks")]
+fn child_that_joins_after_a_fork() {
+    let folder = folder_of_child();
+    let unrelated = folder.join("unrelated");
+    fs::write(&unrelated, [0; FILE_BYTES]).unwrap();
+    let (shown, joined) =
+        (Ledger::existing(&folder, "gpu").unwrap(), Ledger::existing(&folder, "gpu").unwrap());
+    // SAFETY: 1. No other thread of this process runs, as far as the child depends on it.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let open = || fs::OpenOptions::new().read(true).write(true).open(&unrelated).unwrap();
+        // They have the numbers of the ledgers' descriptors now.
+        let reused: Vec<fs::File> = (0..16).map(|_| open()).collect();
+        let figures = shown.figures();
+        let mut well = figures.members.len() == 1 && figures.claimed() == 50;
+        let member = Share::new().join(joined).unwrap();
+        well &= member.claim(60).is_err() && member.claim(50).is_ok();
+        well &= member.ledger().figures().claimed() == 100;
+        let is_locked = |range: LockRange| range.is_locked(&open()).unwrap();
+        well &= !is_locked(LockRange::Membership) && !(0..4).any(|n| is_locked(LockRange::Slot(n)));
+        drop(reused);
+        drop(member);
+        // SAFETY: 1. It ends the process.
+        unsafe { libc::_exit(i32::from(!well)) };
+    }
+    let ended = waitpid(Pid::from_raw(child), None).unwrap();
+    assert!(matches!(ended, WaitStatus::Exited(_, 0)), "{ended:?}");
+    assert_eq!(joined.table().slot(0)[slot::CLAIMED].load(Acquire), 50);
 }
 
 #[test]
