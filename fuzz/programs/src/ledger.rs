@@ -1,18 +1,21 @@
 //! Programs over a ledger whose file another process overwrites, checked against a model.
 //!
-//! Members join, claim, release and leave. Now and then words or bytes of the file become noise.
-//! Nothing panics then, whatever is read. Once each member has written its slot anew, claims are
-//! granted exactly as in the model again.
+//! Members join, claim, release and leave; some join and claim inside of another one's claim, before
+//! any of its stores. Now and then words or bytes of the file become noise. Nothing panics then,
+//! whatever is read. Once each member has written its slot anew, claims are granted exactly as in
+//! the model again.
 #![expect(clippy::expect_used, reason = "a broken promise is told by a panic")]
 
 use crate::program::{Bytes, MAX_OPS};
-use aquifer_ledger::{Ledger, LedgerError, Member, Share};
+use aquifer_ledger::{Ledger, LedgerError, Member, Share, steps::run_inside};
 use std::{
+    cell::RefCell,
     env, fs,
     fs::{File, OpenOptions},
     os::unix::fs::FileExt,
     path::PathBuf,
     process,
+    rc::Rc,
     sync::atomic::{AtomicU64, Ordering},
 };
 
@@ -78,7 +81,8 @@ impl World {
             }
             3 => self.overwrite(bytes),
             4 | 5 => self.repair(),
-            6..=11 => self.claim(bytes),
+            6..=10 => self.claim(bytes),
+            11 => self.join_inside_of_a_claim(bytes),
             12..=14 => self.release(bytes),
             _ => self.read(),
         }
@@ -163,6 +167,44 @@ impl World {
                 assert!(self.noisy || refused.room() < wanted);
             }
         }
+    }
+
+    /// A member joins and claims before a store of another one's claim. Of the two claims at least
+    /// one is granted if either fits, and never both if they do not fit together.
+    fn join_inside_of_a_claim(&mut self, bytes: &mut Bytes<'_>) {
+        if self.members.is_empty() || self.members.len() == MAX_MEMBERS || self.noisy {
+            return;
+        }
+        let (own, stores) = (self.one(bytes), u64::from(bytes.choice(5)));
+        let (wanted, inner) = (1 + u64::from(bytes.u16() % 600), 1 + u64::from(bytes.u16() % 600));
+        let held = self.members.iter().map(|other| other.claimed.max(other.reserved)).sum::<u64>();
+        let Ok(ledger) = self.scratch.open() else { return };
+        let joined = Rc::new(RefCell::new(None));
+        let join = {
+            let joined = joined.clone();
+            move || {
+                let member = Share::new().join(ledger).expect("a slot is free");
+                let granted = member.claim(inner).is_ok();
+                *joined.borrow_mut() = Some((member, granted));
+            }
+        };
+        let modelled = &mut self.members[own];
+        let beside = held - modelled.claimed.max(modelled.reserved);
+        let next = modelled.claimed + wanted;
+        let granted = run_inside(stores, Box::new(join), || modelled.member.claim(wanted)).is_ok();
+        let fits_alone = next <= modelled.limit && beside + next <= CAPACITY;
+        modelled.claimed = if granted { next } else { modelled.claimed };
+        let Some((member, inner_granted)) = joined.take() else {
+            assert_eq!(granted, fits_alone, "{wanted} with {} and {beside}", modelled.claimed);
+            return;
+        };
+        let held = beside + modelled.claimed.max(modelled.reserved);
+        let all = self.members.iter().map(|other| other.claimed).sum::<u64>();
+        let claimed = if inner_granted { inner } else { 0 };
+        assert!(all + claimed <= CAPACITY, "{all} and {claimed} are granted");
+        assert!(granted || !fits_alone || held + claimed + wanted > CAPACITY, "none is granted");
+        let limit = member.limit();
+        self.members.push(Modelled { member, claimed, reserved: 0, limit });
     }
 
     fn release(&mut self, bytes: &mut Bytes<'_>) {
