@@ -17,8 +17,8 @@
 //!    that other pending claims alone stand in the way of is in conflict, and tried again.
 //! 4. A member that stops with a pending claim stops no other: the pending word is changed from
 //!    undecided to granted in one step, and until then any member may cancel it.
-//! 5. The slot of a dead member is left out, whether it is cleared or not. Whoever finds it dead
-//!    notes how often it was joined, and counts it again if that has changed by the fence. A member
+//! 5. The slot of a dead member is left out, whether it is cleared or not. A member that finds it
+//!    dead notes how often it was joined, and counts it again if that has changed by the fence. A member
 //!    that joins locks its slot, then changes that number, then claims.
 //!
 //! A slot has one writer, which serializes its own threads, apart from cancelled claims. Values are
@@ -753,7 +753,7 @@ mod models {
 
     #[test]
     fn a_dead_member_is_left_out_and_the_next_one_in_its_slot_is_not() {
-        // Without a bound on preemptions it takes hours. Each of the faults that it is for needs two.
+        // Without a bound on preemptions it does not end in minutes.
         let mut bounded = model::Builder::new();
         bounded.preemption_bound = Some(3);
         for stores in 0..=MOST_STORES {

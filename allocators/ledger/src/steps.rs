@@ -10,7 +10,8 @@ thread_local! {
     static NEXT: RefCell<Option<(u64, Inside)>> = const { RefCell::new(None) };
 }
 
-/// Runs `work`, and calls `inside` before the store of this thread that comes after `stores` others.
+/// Runs `work`, and calls `inside` before the store of this thread that comes after `stores`
+/// others.
 /// It is not called if `work` makes fewer.
 pub fn run_inside<R>(stores: u64, inside: Inside, work: impl FnOnce() -> R) -> R {
     NEXT.set(Some((stores, inside)));

@@ -209,7 +209,7 @@ fn child_that_claims_at_random() {
             return;
         }
         match random.below(32) {
-            // A child of a fork joins the ledger that its parent has opened, and claims for a while.
+            // A child of a fork joins the ledger that its parent has opened.
             0 => fork_and_claim(open(), &books, CHILDREN + number, random.below(CAPACITY / 8)),
             1 => {
                 books.set(number, operation, 0);
