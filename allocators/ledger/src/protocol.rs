@@ -18,8 +18,8 @@
 //! 4. A member that stops with a pending claim stops no other: the pending word is changed from
 //!    undecided to granted in one step, and until then any member may cancel it.
 //! 5. The slot of a dead member is left out, whether it is cleared or not. A member that finds it
-//!    dead notes how often it was joined, and counts it again if that has changed by the fence. A member
-//!    that joins locks its slot, then changes that number, then claims.
+//!    dead notes how often it was joined, and counts it again if that has changed by the fence. A
+//!    member that joins locks its slot, then changes that number, then claims.
 //!
 //! A slot has one writer, which serializes its own threads, apart from cancelled claims. Values are
 //! not trusted: sums saturate.

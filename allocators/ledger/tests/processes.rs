@@ -252,8 +252,7 @@ fn joined(share: &Share, open: impl Fn() -> Ledger) -> Member {
     loop {
         match share.clone().join(open()) {
             Ok(member) => return member,
-            Err(LedgerError::Busy { .. }) => {}
-            Err(error) => panic!("{error}"),
+            Err(error) => assert!(matches!(error, LedgerError::Busy { .. }), "{error}"),
         }
     }
 }

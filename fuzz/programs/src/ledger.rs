@@ -1,7 +1,7 @@
 //! Programs over a ledger whose file another process overwrites, checked against a model.
 //!
-//! Members join, claim, release and leave; some join and claim inside of another's claim, before any
-//! of its stores. Now and then words or bytes of the file become noise. Nothing panics then,
+//! Members join, claim, release and leave; some join and claim inside of another's claim, before
+//! any of its stores. Now and then words or bytes of the file become noise. Nothing panics then,
 //! whatever is read. Once each member has written its slot anew, claims are granted exactly as in
 //! the model again.
 #![expect(clippy::expect_used, reason = "a broken promise is told by a panic")]
