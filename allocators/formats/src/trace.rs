@@ -1,22 +1,22 @@
 //! Recorded traces of memory allocations, read and checked for replay.
 //!
 //! A trace is CSV in one of several forms, or a memory snapshot of PyTorch, plain or compressed by
-//! xz, gzip or zstd. [`Trace::read`] detects the form by the first bytes. Each form becomes the same
-//! [`Trace`]: blocks numbered from zero, streams numbered from zero without gaps, and a list of
-//! steps.
+//! xz, gzip or zstd. [`Trace::read`] detects the form by the first bytes. Each form becomes the
+//! same [`Trace`]: blocks numbered from zero, streams numbered from zero without gaps, and a list
+//! of steps.
 //!
-//! A replay never has to check a step. An impossible one in this library's own form is rejected with
-//! its row. Files of other programs are read as they really end: what is impossible or unknown in
-//! them is passed over, and [`Trace::notes`] has the counts by kind in one line. They are refused
-//! only if nothing is left.
-//!
+//! A replay never has to check a step. An impossible one in this library's own form is rejected
+//! with its row. Files of other programs are read as they really end: what is impossible or unknown
+//! with its row. Files of other programs are read as they really end: what is impossible or
+//! unknown in them is passed over, and [`Trace::notes`] has the counts by kind in one line. They are
+//! refused only if nothing is left.
 //! | module | contents |
 //! |---|---|
 //! | `model` | the trace itself |
 //! | `source` | bytes to rows: files, truncated files |
 //! | `compressed` | xz, gzip and zstd, with a bound on memory |
 //! | `events` | the form of this library and its recorder for PyTorch, with named fields |
-//! | `log` | logs of other programs in one form |
+//! | `log`, `log_event` | logs of other programs in one form |
 //! | `rmm` | the log of RAPIDS' memory manager |
 //! | `raft` | samples of RAFT's and cuVS's resources |
 //! | `minimalloc` | problems of minimalloc |
@@ -33,6 +33,7 @@ mod compressed;
 pub(crate) mod error;
 pub(crate) mod events;
 pub(crate) mod log;
+pub(crate) mod log_event;
 pub mod made;
 mod minimalloc;
 mod model;

@@ -1,13 +1,14 @@
 //! Logs and problems of other programs, in one form.
 //!
-//! Each form has a reader that turns its rows into [`LogEvent`]s that are possible one after
+//! Each form has a reader that turns its rows into
+//! [`LogEvent`](super::log_event::LogEvent)s that are possible one after
 //! another: no block is freed that does not live, and none is allocated in the place of another.
 //! What contradicts that is corrected or passed over, and counted.
 
 use super::{
     Fault, Trace, TraceDevice, TraceError, TraceFormat,
     builder::Builder,
-    error::Name,
+    log_event::{LogAction, LogEvent, LogPhase, LogSink, UNREADABLE},
     minimalloc::{Problem, ProblemColumns},
     raft::RaftReader,
     rmm::{RmmColumns, RmmReader},
@@ -27,57 +28,6 @@ pub(crate) enum LogHeader {
     /// Of a problem of minimalloc.
     Minimalloc(ProblemColumns),
 }
-
-/// What happens to a block.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum LogAction {
-    /// It is allocated.
-    Allocate,
-    /// It is freed, and its last use is over.
-    Release,
-    /// A request failed.
-    Fail,
-    /// A request of zero bytes, which changes nothing.
-    Nothing,
-}
-
-/// One event of a log.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct LogEvent<'a> {
-    pub(crate) action: LogAction,
-    pub(crate) row: u64,
-    /// Since the first event. Never goes back.
-    pub(crate) time: f64,
-    pub(crate) device: TraceDevice,
-    /// The name of the block while it lives.
-    pub(crate) id: u64,
-    pub(crate) address: Option<u64>,
-    pub(crate) bytes: u64,
-    pub(crate) stream: u64,
-    pub(crate) thread: &'a str,
-    pub(crate) tag: &'a str,
-    pub(crate) metadata: &'a str,
-}
-
-impl LogEvent<'_> {
-    /// An event of device 0 about which nothing else is known.
-    pub(crate) fn new(action: LogAction, row: u64, time: f64, id: u64, bytes: u64) -> Self {
-        let (device, address, stream) = (TraceDevice::Gpu(0), None, 0);
-        let (thread, tag, metadata) = ("", "", "");
-        Self { action, row, time, device, id, address, bytes, stream, thread, tag, metadata }
-    }
-
-    /// The kind of the block, if the log tells.
-    pub(crate) fn kind(&self) -> Option<BlockKind> {
-        matches!(self.device, TraceDevice::Host(_)).then_some(BlockKind::Pinned)
-    }
-}
-
-/// A phase of a log: its name, begin, end and depth.
-pub(crate) type LogPhase = (String, f64, f64, u32);
-
-/// What takes the events of a log.
-pub(crate) type LogSink<'a> = dyn FnMut(&LogEvent<'_>) -> Result<(), Fault> + 'a;
 
 /// What is known of a log besides its events.
 #[derive(Debug)]
@@ -151,7 +101,8 @@ impl LogHeader {
     }
 }
 
-/// Calls `take` with each whole row, and with one that is cut off if it is wanted. Counts the others.
+/// Calls `take` with each whole row, and with one that is cut off if it is wanted. Counts the
+/// others.
 fn each_row(
     source: &mut TraceSource,
     skips: &mut Skips,
@@ -178,9 +129,6 @@ fn each_row(
         }
     }
 }
-
-/// The kind of rows that do not have the form of their log.
-pub(super) const UNREADABLE: &str = "rows that cannot be read";
 
 /// Reads a log for a replay.
 pub(super) fn trace(
@@ -211,11 +159,4 @@ pub(super) fn trace(
     let LogFacts { format, tells_devices, notes, skips, .. } = facts;
     Trace::of_device(builders, (format, tells_devices, notes), device)
         .map_err(|fault| skips.explain(TraceError::whole(fault)))
-}
-
-impl LogEvent<'_> {
-    /// Returns the name of its block for errors.
-    pub(crate) fn name(&self) -> Name {
-        if self.address == Some(self.id) { Name::Pointer(self.id) } else { Name::Id(self.id) }
-    }
 }

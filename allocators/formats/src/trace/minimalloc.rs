@@ -9,7 +9,7 @@
 use super::{
     Fault, TraceError,
     builder::size,
-    log::{LogAction, LogEvent, LogSink, UNREADABLE},
+    log_event::{LogAction, LogEvent, LogSink, UNREADABLE},
     skips::Skips,
 };
 

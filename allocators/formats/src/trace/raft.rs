@@ -19,7 +19,7 @@
 use super::{
     Fault, MAX_BLOCK, TraceDevice,
     builder::whole,
-    log::{LogAction, LogEvent, LogPhase, LogSink, UNREADABLE},
+    log_event::{LogAction, LogEvent, LogPhase, LogSink, UNREADABLE},
     skips::Skips,
 };
 

@@ -26,7 +26,7 @@ use super::{
     Fault, TraceDevice,
     builder::size,
     error::Name,
-    log::{LogAction, LogEvent, LogSink, UNREADABLE},
+    log_event::{LogAction, LogEvent, LogSink, UNREADABLE},
     skips::Skips,
 };
 use std::collections::BTreeMap;

@@ -160,6 +160,24 @@ fn logs_of_rmm_and_snapshots_of_pytorch_are_planned() {
 }
 
 #[test]
+fn problems_of_minimalloc_and_samples_of_raft_are_planned_and_what_is_passed_over_is_said() {
+    let logs =
+        format!("{}/../../../allocators/formats/tests/data/logs", env!("CARGO_MANIFEST_DIR"));
+    for (name, peak, note) in [
+        ("problem.csv", 7680, "passed over: buffers that never live (1)"),
+        ("raft.csv", 3_407_872, "the log has levels and no blocks"),
+    ] {
+        let output = plan(&[&format!("{logs}/{name}"), "--json"]);
+        assert!(text(&output.stderr).contains(note), "{}", text(&output.stderr));
+        let value = json(&output);
+        assert_eq!(number(&value["peak_live_bytes"]), peak, "{name}");
+        assert!(value["notes"].to_string().contains(note), "{value}");
+        // Every size is a multiple of 512, and the best plan is known: no higher than the peak.
+        assert_eq!(number(&value["top_bytes"]), peak, "{name}");
+    }
+}
+
+#[test]
 fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
     let folder = Folder::new();
     let trace = folder.path("small.csv");

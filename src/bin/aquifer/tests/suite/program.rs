@@ -605,9 +605,9 @@ fn a_snapshot_of_pytorch_is_replayed_by_device() {
         "no device",
     );
     refused(
-        &replay(snapshots.join("broken.twice.pickle"), ""),
-        "device_traces[0][2]: the block",
-        "an order",
+        &replay(snapshots.join("broken.action.pickle"), ""),
+        "device_traces[0][0]: action is not one that is known",
+        "an action",
     );
     refused(
         &replay(data("resnet_train.csv.xz"), "--device-index 0"),
