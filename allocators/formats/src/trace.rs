@@ -6,10 +6,10 @@
 //! of steps.
 //!
 //! A replay never has to check a step. An impossible one in this library's own form is rejected
-//! with its row. Files of other programs are read as they really end: what is impossible or unknown
 //! with its row. Files of other programs are read as they really end: what is impossible or
-//! unknown in them is passed over, and [`Trace::notes`] has the counts by kind in one line. They are
-//! refused only if nothing is left.
+//! unknown in them is passed over, and [`Trace::notes`] has the counts by kind in one line. They
+//! are refused only if nothing is left.
+//!
 //! | module | contents |
 //! |---|---|
 //! | `model` | the trace itself |
