@@ -1,7 +1,7 @@
 //! Memory that is mapped ahead of need.
 
 use crate::{DevicePool, pool_core::PoolCore};
-use aquifer_core::{MemoryError, Result};
+use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_driver::site;
 
 impl DevicePool {
