@@ -144,8 +144,8 @@ impl Lease {
         self.usable()?.reserve_drawing(stream, max_len, Some(step), &self.reservation)
     }
 
-    /// Returns the device's pool for a tenant, as [`DevicePool::for_tenant`] does. What it allocates
-    /// is counted for the tenant, and drawn from the reservation first. After the lease is dropped,
+    /// Returns the device's pool for a tenant, as [`DevicePool::for_tenant`] does. Its allocations
+    /// count for the tenant, and are drawn from the reservation first. After the lease is dropped,
     /// the pool's budget alone is charged.
     ///
     /// ```
