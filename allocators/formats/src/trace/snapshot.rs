@@ -28,7 +28,7 @@
 //! | left out | inferred |
 //! |---|---|
 //! | `free_requested` | with the completion |
-//! | `free_completed` | with the free |
+//! | `free_completed` | with the free, unless `segments` has the block waiting for its last use |
 //! | both | when other blocks are allocated at the same addresses, or at the end if `segments` has no block there |
 //!
 //! What contradicts the events before it, or is unknown, is passed over and counted.
@@ -357,6 +357,7 @@ impl Snapshot<'_> {
             self.events.iter().any(is)
         };
         let (has_requests, has_completions) = (has(Word::FreeRequested), has(Word::FreeCompleted));
+        let pending = self.pending();
         for (at, &event) in self.events.iter().enumerate() {
             let place = SnapshotPath::Event(self.device, at);
             let deed = match self.objects.get(event, Word::Action) {
@@ -399,7 +400,8 @@ impl Snapshot<'_> {
                 (_, Err(error)) => player.played.skips.add_error(INCOMPLETE, None, invalid(error)),
                 (Deed::Allocate, Ok(bytes)) => player.allocate(now, address, bytes, stream),
                 (Deed::Free, Ok(bytes)) => {
-                    player.free(now, address, bytes, stream, !has_completions);
+                    let completes = !has_completions && !pending.contains(&address);
+                    player.free(now, address, bytes, stream, completes);
                 }
                 (Deed::Complete, Ok(bytes)) => {
                     player.complete(now, address, bytes, stream, has_requests);
@@ -409,6 +411,20 @@ impl Snapshot<'_> {
         self.add_active(&mut player, !has_requests && !has_completions);
         player.played.is_still = self.events.is_empty();
         player.played
+    }
+
+    /// Returns the addresses of the blocks that are freed and have an open use at the end.
+    fn pending(&self) -> HashSet<u64> {
+        let blocks = self.segments.iter().filter_map(|&(_, segment)| {
+            self.objects.get(segment, Word::Blocks).and_then(|list| self.objects.list(list))
+        });
+        let is_pending = |&&block: &&Value| {
+            let state = self.objects.get(block, Word::State);
+            let pending = [Word::ActivePendingFree, Word::ActiveAwaitingFree];
+            pending.into_iter().any(|word| state == Some(Value::Word(word)))
+        };
+        let pending = blocks.flatten().filter(is_pending);
+        pending.map(|&block| self.number_or_zero(block, Word::Address)).collect()
     }
 
     /// Returns the ranges of the segments, as far as they name them.
