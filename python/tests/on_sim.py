@@ -448,15 +448,15 @@ class WithoutPyTorch(unittest.TestCase):
     SCRIPT = """
 import sys, aquifer_torch
 sys.modules["torch"] = None                                     # importing it fails, as where there is none
-library = aquifer_torch.setup(driver=sys.argv[1], sim_memory=64 << 20)
-assert library.facts(0).simulated
+library = aquifer_torch.setup(driver="sim", sim_memory=64 << 20)
 statistics = aquifer_torch.statistics()
+assert library.facts(0).simulated
 assert statistics["allocation.all.current"] == 0, statistics
 assert aquifer_torch.limit()[0] > 0
 """
 
     def run_with(self, driver):
-        command = [sys.executable, "-c", self.SCRIPT, driver]
+        command = [sys.executable, "-c", self.SCRIPT.replace('"sim"', repr(driver))]
         environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "CUDA_VISIBLE_DEVICES": ""}
         return subprocess.run(command, capture_output=True, text=True, env=environment)
 

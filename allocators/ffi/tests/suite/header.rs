@@ -259,8 +259,9 @@ fn shown(language: &str) -> Vec<String> {
 fn what_the_guide_shows_is_what_is_compiled_and_run_elsewhere() {
     let read = |path: &str| fs::read_to_string(root().join(path)).unwrap();
     let (c, cpp) = (read("tests/c/guide.c"), read("tests/c/guide.cpp"));
-    let python = read("../../python/examples/on_torch.py");
-    for (language, source, blocks) in [("c", c, 1), ("cpp", cpp, 1), ("python", python, 2)] {
+    let python = ["../../python/examples/on_torch.py", "../../python/tests/on_sim.py"].map(read);
+    let python = python.concat();
+    for (language, source, blocks) in [("c", c, 1), ("cpp", cpp, 1), ("python", python, 3)] {
         let shown = shown(language);
         assert_eq!(shown.len(), blocks, "{language}");
         for block in shown {
