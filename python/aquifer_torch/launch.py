@@ -44,6 +44,12 @@ def at_first_use(settings: dict[str, Any]) -> None:
         # A PyTorch without CUDA.
         return
 
+    pins = settings.get("pinned", True)
+
+    def initialise_and_pin(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        torch.cuda.init()
+        return tensor.pin_memory(*args, **kwargs)
+
     def install_and_initialise() -> None:
         import aquifer_torch
 
@@ -51,10 +57,15 @@ def at_first_use(settings: dict[str, Any]) -> None:
             # After the program's own setup() they are the program's.
             names = ("limit", "compact") if aquifer_torch._library is None else ()
             aquifer_torch.install(**{name: settings[name] for name in names if settings.get(name) is not None})
-        if settings.get("pinned", True) and not aquifer_torch._pins():
+        if pins and not aquifer_torch._pins():
             aquifer_torch.install_pinned(pinned_limit=settings.get("pinned_limit"))
         # Only now: after a failure the next use must not get another allocator.
         torch._C._cuda_init = initialise
+        if torch.Tensor.__dict__.get("pin_memory") is initialise_and_pin:
+            del torch.Tensor.pin_memory
         initialise()
 
     torch._C._cuda_init = install_and_initialise
+    if pins:
+        # It initialises CUDA without _cuda_init(), after it has chosen its allocator. The method is that of a base class.
+        torch.Tensor.pin_memory = initialise_and_pin

@@ -16,6 +16,13 @@ _C = types.SimpleNamespace(_cuda_init=lambda: said.append("initialised"))
 said = []
 def use_cuda():
     _C._cuda_init()
+cuda = types.SimpleNamespace(init=use_cuda)
+class TensorBase:
+    def pin_memory(self):
+        said.append("pinned")
+        return self
+class Tensor(TensorBase):
+    pass
 """
 # What the launcher calls, with what it called.
 RECORDING = """
@@ -50,6 +57,15 @@ class LauncherTests:
         settings = {"limit": 0.5, "compact": True}
         self.assertEqual(said, [[["install", settings], ["install_pinned", {"pinned_limit": 4096}], *USED]])
         self.assertEqual(self.ran(USE, "--no-pinned"), [[["install", {}], *USED]])
+
+    def test_installs_before_the_first_tensor_is_pinned(self):
+        program = RECORDING + (
+            "pinned = [torch.Tensor().pin_memory() for _ in range(2)]\n"
+            "import json; print(json.dumps([torch.said, 'pin_memory' in vars(torch.Tensor)]))\n"
+        )
+        pinned = ["install_pinned", {"pinned_limit": None}]
+        self.assertEqual(self.ran(program), [[[["install", {}], pinned, "initialised", "pinned", "pinned"], False]])
+        self.assertEqual(self.ran(program, "--no-pinned"), [[["pinned", "pinned"], False]])
 
     def test_installs_in_no_process_that_does_not_use_cuda(self):
         program = "import sys, json, torch\nprint(json.dumps([torch.said, 'aquifer_torch.companion' in sys.modules]))"
