@@ -243,9 +243,7 @@ impl Tenant {
     /// whose blocks are parked and resumed together. They are not drawn from a lease.
     ///
     /// ```
-    /// use aquifer_core::{Budget, MemoryError, Tag};
-    /// use aquifer_device::{DevicePool, Park, PoolConfig};
-    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// use aquifer::{Budget, DeviceId, DevicePool, MemoryError, Park, PoolConfig, Tag, sim::Sim};
     /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
     /// let (s, tag) = (pool.stream()?, Tag::named("adapters of a"));
     /// let tenant = pool.for_tenant(&Budget::new("tenant a", 8 << 20))?;

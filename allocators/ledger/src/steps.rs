@@ -12,7 +12,7 @@ thread_local! {
 
 /// Runs `work`, and calls `inside` before the store of this thread that comes after `stores`
 /// others.
-/// It is not called if `work` makes fewer.
+/// It is not called if `work` makes fewer. For an example, see `fuzz/programs/src/ledger.rs`.
 pub fn run_inside<R>(stores: u64, inside: Inside, work: impl FnOnce() -> R) -> R {
     NEXT.set(Some((stores, inside)));
     let answer = work();

@@ -19,11 +19,10 @@ use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 /// the standard error stream, once. A program that goes on without the memory calls `try_reserve`:
 ///
 /// ```
-/// use allocator_api2::vec::Vec;
-/// use aquifer_core::Budget;
-/// use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
-/// let host = Host::new(Topology::read()?, Kernel::new());
-/// let pool = PinnedPool::new(&host, &Budget::new("pinned", 8 << 20), PinnedConfig::default())?;
+/// use aquifer::{Budget, PinnedConfig, PinnedPool, Runtime, vec::Vec};
+/// let rt = Runtime::builder().or_sim_quietly().build()?;
+/// let budget = Budget::new("pinned", 8 << 20);
+/// let pool = PinnedPool::new(rt.host(), &budget, PinnedConfig::default())?;
 /// let mut batch: Vec<u8, _> = Vec::new_in(pool.allocator());
 /// assert!(batch.try_reserve(64 << 20).is_err()); // nothing has changed
 /// batch.try_reserve(1 << 20)?;

@@ -85,8 +85,7 @@ unsafe impl<T: Pod, A: DeferReuse> HostOwned for AllocBox<[T], A> {
 /// [`Error`](error::Error) itself: a boxed error outlives the arena that a vector borrows.
 ///
 /// ```
-/// use aquifer_driver::{OperandMut, Typed};
-/// use aquifer_stream::{HostOwned, Stream};
+/// use aquifer::{OperandMut, Stream, Typed, stream::HostOwned};
 /// use std::error::Error;
 ///
 /// fn send<H: HostOwned>(s: &Stream, v: H, to: &mut (impl Typed<Item = H::Item> + OperandMut)) -> Result<(), Box<dyn Error>> {
