@@ -1,5 +1,17 @@
-// The README's pictures by their data: its own links lead from the root of the repository.
+// The README's pictures by their data, and the pages that it links to by their modules: its own
+// links lead from the root of the repository, and of two definitions Markdown takes the first.
 #![cfg_attr(doc, doc = include_str!("guide/pictures/definitions.txt"))]
+//! [C and Python]: guide::c_and_python
+//! [choosing]: guide::choosing
+//! [figures]: guide::figures
+//! [guide]: mod@guide
+//! [inside]: guide::inside
+//! [planning]: guide::planning
+//! [ranks]: guide::torchrun
+//! [Ray]: guide::ray
+//! [safety]: guide::safety
+//! [sharing]: guide::sharing
+//!
 #![doc = include_str!("../README.md")]
 
 mod environment;

@@ -13,7 +13,7 @@
 //!   pool is the same.
 //!
 //! The last rows measure scratch memory with the pattern of the library's own passes: the lists in
-//! a bumpalo that is kept from pass to pass ([`aquifer_core::scratch`]), in an arena of the
+//! a bumpalo that is kept from pass to pass (`aquifer_core::scratch`), in an arena of the
 //! library, and from `malloc`. They are compared with a whole pass of a device pool that searches
 //! its caches and finds nothing to release. The lists are a minor part of that pass. Its lists are
 //! in bumpalo mainly so that the pass needs no allocation while memory is short. A staging worker's

@@ -9,7 +9,7 @@
 //! | [`wrappers`] | adapters that add one rule each, such as [`Limit`] and [`Guarded`] |
 //!
 //! # Composition
-//! Every type here takes an [`Allocator`](allocator_api2::alloc::Allocator) by value and is an
+//! Every type here takes an [`Allocator`] by value and is an
 //! allocator itself. So a stack is written from the outside in. A reference to an allocator
 //! (`&pool`) is an allocator too:
 //!
@@ -29,6 +29,8 @@
 //! If the upstream allocator can hold back a block until queued work is complete
 //! ([`DeferReuse`](aquifer_core::DeferReuse)), so can an arena or adapter over it. The guarantee
 //! holds through the whole stack, even if a part of the stack is dropped or forgotten.
+//!
+//! [`Allocator`]: https://docs.rs/allocator-api2/0.2/allocator_api2/alloc/trait.Allocator.html
 
 pub mod arena;
 pub mod frames;

@@ -26,7 +26,7 @@
 //! | `reclaimer` | [`Reclaim`]: holders of memory that can be reclaimed |
 //! | `node` | the data of a tree: nodes, their handles, leases and wait queue |
 //! | `tree` | the arithmetic: limits, guarantees, peaks |
-//! | `shared` | [`Budget::shared`]: claims, and waiters of several processes |
+//! | `shared` | `Budget::shared`: claims, and waiters of several processes |
 //! | `admission` | charging and releasing |
 //! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`], [`StrandedCount`] |
 //! | `reserve_all` | [`Budget::reserve_all`]: several nodes at once |
@@ -164,7 +164,7 @@ impl Budget {
     /// takes up no [`Tag`](crate::Tag).
     ///
     /// ```
-    /// use aquifer_core::Budget;
+    /// use aquifer::Budget;
     /// let tenants: Vec<Budget> = (0..3).map(|n| Budget::new(format!("tenant {n}"), 100)).collect();
     /// assert_eq!(tenants[2].charge(101).unwrap_err().budget, "tenant 2");
     /// ```

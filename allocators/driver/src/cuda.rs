@@ -18,7 +18,7 @@
 //! # Guarantees
 //! - **A call is one call.** Each method makes the driver call that it is named for, and a few
 //!   cheap ones beside it if needed: it reads the thread's current context (7 ns) and sets it if it
-//!   differs. Nothing is cached, retried or logged. [`calls`](crate::Driver::calls) counts each
+//!   differs. Nothing is cached, retried or logged. `Driver::calls` counts each
 //!   method once.
 //! - **Codes are passed on unchanged**, also those of a driver later than this build. "Not ready"
 //!   (600) is a result and never an error. "Deinitialised" (4) is an error, except in calls that

@@ -56,8 +56,7 @@ pub enum HostAccess {
     Free,
 }
 
-/// A checker of the ownership and ordering of memory accesses. See
-/// [`Driver::observer`](crate::Driver::observer).
+/// A checker of the ownership and ordering of memory accesses. See `Driver::observer`.
 ///
 /// ```
 /// use aquifer::{DeviceId, DeviceRange, Driver, sim::Sim};

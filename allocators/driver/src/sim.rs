@@ -62,7 +62,7 @@
 //!   between streams is not enough.
 //! * **Ownership.** Order is not sufficient: a kernel for a block that has been freed may run long
 //!   after all other work, and still corrupt the block that is there now. Pools report the owner of
-//!   a range through the driver's [`observer`](crate::Driver::observer), and work identifies its
+//!   a range through the driver's `observer`, and work identifies its
 //!   block by the generation. Allocating a block on a stream counts as a write by that stream at
 //!   its tail. So reuse before the last use is done is found at the reuse, and a use on another
 //!   stream before the block is ready is found too.

@@ -1,6 +1,6 @@
 //! A capacity that other processes share.
 
-/// Where a root budget [claims](super::Budget::shared) the bytes that it grants.
+/// Where a root budget claims the bytes that it grants.
 ///
 /// Nothing here is called with a lock of the budget held.
 pub trait CapacitySource: Send + Sync {

@@ -163,7 +163,8 @@ impl Reservation {
     }
 }
 
-/// Bytes that are counted as stranded until this is dropped, see [`Budget::count_stranded`].
+/// Bytes that are counted as stranded until this is dropped: see the example of
+/// `Budget::count_stranded`.
 #[must_use = "the bytes are counted until this is dropped"]
 #[derive(Debug)]
 pub struct StrandedCount {

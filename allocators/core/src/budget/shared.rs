@@ -70,7 +70,7 @@ impl Budget {
         Self { node }
     }
 
-    /// Claims the bytes of the first waiter of a [shared](Budget::shared) tree, and serves the
+    /// Claims the bytes of the first waiter of a shared tree, and serves the
     /// waiters with them. What it does not need is released. Called now and then by the thread that
     /// answers other processes, since nothing else in this process sees that they have released
     /// bytes.

@@ -7,7 +7,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// A host call for [`Sim::host_callback`] that declares the pinned memory it accesses.
+/// A host call for `Sim::host_callback` that declares the pinned memory it accesses.
 ///
 /// It runs on any thread, and at each launch if it was captured. It must not call the driver. Its
 /// declared accesses are checked when it is queued, at its position in the stream, like those of a

@@ -1,7 +1,6 @@
 //! Logs and problems of other programs, in one form.
 //!
-//! Each form has a reader that turns its rows into
-//! [`LogEvent`](super::log_event::LogEvent)s that are possible one after
+//! Each form has a reader that turns its rows into [`LogEvent`]s that are possible one after
 //! another: no block is freed that does not live, and none is allocated in the place of another.
 //! What contradicts that is corrected or passed over, and counted.
 

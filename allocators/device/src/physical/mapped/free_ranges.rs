@@ -1,6 +1,6 @@
 //! Candidates for reuse: the free ranges of caches and of the shared free list in one list, by
 //! address, and the handles that lie wholly in them. The lists belong to a pass and are partly
-//! built under the locks of caches: see [`Scratch`](aquifer_core::scratch::Scratch).
+//! built under the locks of caches: see `aquifer_core::scratch`.
 
 use super::{Mapped, intersection};
 use crate::{
