@@ -598,14 +598,18 @@ fn rows(path: &Path) -> Vec<Row> {
     fs::remove_file(path).unwrap();
     assert!(text.ends_with('\n'), "the last row is whole");
     let mut lines = text.lines();
-    assert_eq!(lines.next(), Some("t_us,op,id,bytes,stream,kind,device,tag,address,thread"));
+    assert_eq!(
+        lines.next(),
+        Some("t_us,op,id,bytes,stream,kind,device,tag,address,thread,refused_by")
+    );
     let mut last = 0;
     lines
         .map(|line| {
             let cells: Vec<&str> = line.split(',').collect();
-            let [t_us, op, id, bytes, stream, kind, _device, _tag, address, thread] = cells[..]
+            let [t_us, op, id, bytes, stream, kind, _device, _tag, address, thread, _refused_by] =
+                cells[..]
             else {
-                panic!("ten cells: {line}")
+                panic!("eleven cells: {line}")
             };
             // Pinned pools are opened too, and record their limit.
             assert!(kind == "cached" || (op, kind) == ("l", "pinned"), "{line}");

@@ -170,7 +170,18 @@ impl Recorder {
             MemoryLocation::Global => BlockKind::Global,
         };
         let (at_ns, thread) = (self.clock.elapsed(), thread_number());
-        Event { at_ns, action, place, thread, stream, address, bytes, kind, tag }
+        Event {
+            at_ns,
+            action,
+            place,
+            thread,
+            stream,
+            address,
+            bytes,
+            kind,
+            tag,
+            refused_by: Tag::NONE,
+        }
     }
 
     /// Passes the event on. A sink with reserved positions receives it at once. Any other sink

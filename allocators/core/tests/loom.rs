@@ -288,6 +288,7 @@ fn an_event_of_a_ring_is_whole_or_counted_as_dropped() {
         bytes: number,
         kind: BlockKind::Global,
         tag: Tag::NONE,
+        refused_by: Tag::NONE,
     };
     model(move || {
         let ring = Arc::new(RingSink::new(1));

@@ -4,7 +4,7 @@
 use crate::{Block, Request, Resource};
 use aquifer_core::{
     Action, DeviceId, MemoryError, Opaque, OpaqueBlock, PoolStats, Recorder, Result,
-    event::MemoryLocation,
+    event::{Event, MemoryLocation},
 };
 use aquifer_stream::Stream;
 use std::{any::Any, fmt, sync::Arc};
@@ -40,11 +40,9 @@ impl<R: Resource> Log<R> {
         Self { inner, recorder }
     }
 
-    fn report(&self, action: Action, stream: u32, address: u64, request: &Request) {
+    fn event(&self, action: Action, stream: u32, address: u64, request: &Request) -> Event {
         let place = MemoryLocation::Device(self.inner.device());
-        let event =
-            self.recorder.event(action, place, stream, address, request.size(), request.owner());
-        self.recorder.record(self.recorder.ticket(), event);
+        self.recorder.event(action, place, stream, address, request.size(), request.owner())
     }
 }
 
@@ -81,7 +79,8 @@ impl<R: Resource> Opaque for Log<R> {
             Ok(block) if block.bytes() == 0 => Ok(block),
             Ok(mut block) => {
                 let (stream, address) = (stream.number(), block.address());
-                self.report(Action::Allocate, stream, address, &request);
+                let event = self.event(Action::Allocate, stream, address, &request);
+                self.recorder.record(self.recorder.ticket(), event);
                 let place = MemoryLocation::Device(self.inner.device());
                 let ends: Box<dyn Any + Send + Sync> = Box::new(RecordFreeOnDrop {
                     recorder: self.recorder.clone(),
@@ -94,7 +93,13 @@ impl<R: Resource> Opaque for Log<R> {
                 Ok(block)
             }
             Err(error) => {
-                self.report(Action::Fail, stream.number(), 0, &request);
+                let mut event = self.event(Action::Fail, stream.number(), 0, &request);
+                if let MemoryError::OutOfMemory(why) = &error
+                    && let Some(refused) = why.refused
+                {
+                    event = event.refused(refused.budget, refused.budget);
+                }
+                self.recorder.record(self.recorder.ticket(), event);
                 Err(error)
             }
         }

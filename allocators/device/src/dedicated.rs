@@ -39,7 +39,7 @@ use crate::{
     physical::handle::{Funds, Handle, HandleError, HeldBytes},
 };
 use aquifer_core::{
-    Action, Charge, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag,
+    Action, Budget, Charge, DeviceId, MemoryError, OutOfBudget, PoolStats, Recorder, Result, Tag,
     budget::Holding,
     event::{BlockKind, Event, EventTicket, MemoryLocation},
 };
@@ -618,9 +618,21 @@ impl DedicatedPool {
         });
     }
 
-    pub(crate) fn record_failure(&self, kind: BlockKind, bytes: u64, tag: Tag) {
+    /// Counts and records a failed request, with the charged budget and the refusal if a budget
+    /// refused.
+    pub(crate) fn record_failure(
+        &self,
+        kind: BlockKind,
+        bytes: u64,
+        tag: Tag,
+        refused: Option<(&Budget, &OutOfBudget)>,
+    ) {
         self.update_usage(|a| a.failures += 1);
-        self.report(kind, Action::Fail, 0, 0, bytes, tag);
+        let failed = self.event(kind, Action::Fail, 0, 0, bytes, tag);
+        self.send(failed.map(|(ticket, event)| match refused {
+            Some((charged, refused)) => (ticket, event.refused(refused.budget, charged.name())),
+            None => (ticket, event),
+        }));
     }
 
     /// Counts a block of `tag`.

@@ -119,7 +119,9 @@ impl PoolCore {
             Err(error) => Some(error),
         };
         count(&self.counters.failures, 1);
-        self.report_pool(Action::Fail, request.size(), request.owner());
+        let by_budget = progress.refused_by_budget().filter(|_| refused.is_none());
+        let by_budget = by_budget.map(|refused| (&self.budget, refused));
+        self.report_failure(request.size(), request.owner(), by_budget);
         let error = refused.unwrap_or_else(|| {
             // Handles set aside for this request are released before it is refused.
             self.physical.drop_spare();

@@ -126,6 +126,15 @@ pub struct Event {
     pub kind: BlockKind,
     /// The tag.
     pub tag: Tag,
+    /// The budget that refused, for a [`Fail`](Action::Fail): see [`Event::refused`]. Otherwise
+    /// [`Tag::NONE`].
+    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "is_none"))]
+    pub refused_by: Tag,
+}
+
+#[cfg(feature = "serde")]
+fn is_none(tag: &Tag) -> bool {
+    *tag == Tag::NONE
 }
 
 impl Event {
@@ -134,5 +143,29 @@ impl Event {
     #[must_use]
     pub fn of_kind(self, kind: BlockKind) -> Self {
         Self { kind, ..self }
+    }
+
+    /// Returns the event of a request that the budget `by` refused, whose bytes are charged to the
+    /// budget `charged`: the same one, or one below it. [`refused_by`](Event::refused_by) is then
+    /// `by`, or both with a slash between them. It is interned as a tag's name is, and counts
+    /// towards [`Tag::MAX`].
+    ///
+    /// ```
+    /// use aquifer::{Budget, DeviceId, Tag};
+    /// use aquifer::event::{Action, MemoryLocation, NullSink, Recorder};
+    /// let all = Budget::new("all tenants", 60);
+    /// let tenant = all.child("tenant a", 100);
+    /// let refused = tenant.charge(80).unwrap_err();
+    /// let recorder = Recorder::new(std::sync::Arc::new(NullSink));
+    /// let place = MemoryLocation::Device(DeviceId(0));
+    /// let event = recorder.event(Action::Fail, place, 0, 0, 80, Tag::NONE);
+    /// let event = event.refused(refused.budget, tenant.name());
+    /// assert_eq!(event.refused_by.name(), "all tenants/tenant a");
+    /// ```
+    #[must_use]
+    pub fn refused(self, by: &str, charged: &str) -> Self {
+        let refused_by =
+            if by == charged { Tag::named(by) } else { Tag::named(&format!("{by}/{charged}")) };
+        Self { refused_by, ..self }
     }
 }

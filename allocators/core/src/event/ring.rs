@@ -8,7 +8,7 @@
 //!              └────┴────┴────┴────┘               so 12 has replaced 8, and 11 is being written
 //! ```
 //!
-//! A writer performs a compare-and-swap, five stores and another store. It never waits for another
+//! A writer performs a compare-and-swap, six stores and another store. It never waits for another
 //! thread. A reader checks the stamp before and after it reads, so a slot that is overwritten
 //! during the read counts as lost. Slots consist of atomics, so a torn read is discarded and is not
 //! a data race.
@@ -63,7 +63,7 @@ struct Reader {
 #[repr(align(64))]
 struct Slot {
     stamp: AtomicU64,
-    words: [AtomicU64; 5],
+    words: [AtomicU64; 6],
 }
 
 impl Slot {
@@ -233,8 +233,8 @@ const ACTIONS: [Action; 12] = [
     Action::DropPlan,
 ];
 
-/// Packs an event into five words: time, address, bytes, location, and the rest.
-fn encode(event: &Event) -> [u64; 5] {
+/// Packs an event into six words: time, address, bytes, location, budget, and the rest.
+fn encode(event: &Event) -> [u64; 6] {
     let (kind, number) = match event.place {
         MemoryLocation::Device(DeviceId(device)) => (0, device),
         MemoryLocation::Host(Some(node)) => (1, node),
@@ -246,11 +246,12 @@ fn encode(event: &Event) -> [u64; 5] {
         | (event.tag.index() as u64) << 16
         | (kind | (event.kind as u64) << 4) << 8
         | u64::from(event.action as u8);
-    [event.at_ns, event.address, event.bytes, place, what]
+    let refused_by = event.refused_by.index() as u64;
+    [event.at_ns, event.address, event.bytes, place, refused_by, what]
 }
 
 /// Unpacks the words of [`encode`]. Returns `None` for invalid words.
-fn decode([at_ns, address, bytes, place, what]: [u64; 5]) -> Option<Event> {
+fn decode([at_ns, address, bytes, place, refused_by, what]: [u64; 6]) -> Option<Event> {
     let number = place as u32;
     let at = match what >> 8 & 0xf {
         0 => MemoryLocation::Device(DeviceId(number)),
@@ -268,6 +269,7 @@ fn decode([at_ns, address, bytes, place, what]: [u64; 5]) -> Option<Event> {
         bytes,
         kind: *BlockKind::ALL.get(what as usize >> 12 & 0xf)?,
         tag: Tag::from_index(what as usize >> 16 & 0xffff)?,
+        refused_by: Tag::from_index(refused_by as usize)?,
     })
 }
 
@@ -295,6 +297,7 @@ mod tests {
                     bytes: u64::MAX - 3,
                     kind: BlockKind::ALL[number % BlockKind::ALL.len()],
                     tag: Tag::from_index(Tag::MAX - 1).unwrap(),
+                    refused_by: Tag::from_index(Tag::MAX - 2).unwrap(),
                 };
                 assert_eq!(decode(encode(&event)), Some(event));
             }

@@ -36,10 +36,14 @@ pub struct TracingSink;
 
 impl EventSink for TracingSink {
     fn record(&self, event: &Event) {
-        let Event { at_ns, action, place, thread, stream, address, bytes, kind, tag } = *event;
+        let Event { at_ns, action, place, thread, stream, address, bytes, kind, tag, refused_by } =
+            *event;
         let (kind, tag) = (kind.name(), tag.name());
         if matches!(action, Action::Fail | Action::Finding) {
-            tracing::warn!(target: "aquifer", at_ns, ?action, ?place, thread, stream, address, bytes, kind, tag);
+            let refused_by = (refused_by != crate::Tag::NONE).then(|| refused_by.name());
+            tracing::warn!(
+                target: "aquifer", at_ns, ?action, ?place, thread, stream, address, bytes, kind, tag, refused_by
+            );
         } else {
             tracing::debug!(target: "aquifer", at_ns, ?action, ?place, thread, stream, address, bytes, kind, tag);
         }

@@ -5,16 +5,17 @@
 //! fields:
 //!
 //! ```text
-//! t_us,op,id,bytes,stream,kind,device,tag,address,thread
-//! 0,l,0,8589934592,0,cached,0,,,1
-//! 0,a,1,4096,2,cached,0,,0x7f0000000000,1
-//! 7,a,2,1048576,3,cached,1,kv%2Ccache,0x7f8000000000,2
-//! 7,f,1,4096,2,cached,0,,0x7f0000000000,1
-//! 12,c,1,4096,2,cached,0,,0x7f0000000000,1
-//! 25,a,3,65536,0,pinned,host:1,,0x7e0000000000,1
-//! 26,o,0,612368384,0,cached,0,,,1
-//! 26,g,0,2097152,0,cached,0,,,1
-//! 30,f,2,1048576,3,cached,1,kv%2Ccache,0x7f8000000000,2
+//! t_us,op,id,bytes,stream,kind,device,tag,address,thread,refused_by
+//! 0,l,0,8589934592,0,cached,0,,,1,
+//! 0,a,1,4096,2,cached,0,,0x7f0000000000,1,
+//! 7,a,2,1048576,3,cached,1,kv%2Ccache,0x7f8000000000,2,
+//! 7,f,1,4096,2,cached,0,,0x7f0000000000,1,
+//! 12,c,1,4096,2,cached,0,,0x7f0000000000,1,
+//! 25,a,3,65536,0,pinned,host:1,,0x7e0000000000,1,
+//! 26,o,0,612368384,0,cached,0,,,1,
+//! 26,g,0,2097152,0,cached,0,,,1,
+//! 30,f,2,1048576,3,cached,1,kv%2Ccache,0x7f8000000000,2,
+//! 31,x,0,1073741824,0,cached,0,,,1,all tenants/tenant a
 //! ```
 //!
 //! - `t_us`: the time in whole microseconds since the recorder's start. It never decreases except
@@ -50,12 +51,14 @@
 //! - `address`: the first address of the block or range in hexadecimal, with `0x`. Empty where an
 //!   event has none, as most of `g`, `s` and `m`.
 //! - `thread`: the number of the thread that caused the event, from 1 on.
+//! - `refused_by`: the budget that refused, in `x` only, written as `tag` is: see
+//!   [`Event::refused`]. Empty if no budget refused.
 //!
 //! Each block has one `a`, then at most one `f`, then at most one `c`. A block that is live at the
 //! end of the file has no `f`. A `c` directly after its `f` means that no use outlived the free.
 //! Without a `c`, the last use is not known to be done. All numbers are decimal, without a sign.
-//! Readers should use the names in the first line, since older files have only the first five or
-//! the first eight fields.
+//! Readers should use the names in the first line, since older files have only the first five,
+//! eight or ten fields.
 //!
 //! Each committed step of reserved memory is a block. Parking frees and completes a tag's blocks.
 //! Resuming allocates them again. If a line cannot be written, the trace ends before it, and this
@@ -73,7 +76,7 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-const HEADER: &str = "t_us,op,id,bytes,stream,kind,device,tag,address,thread";
+const HEADER: &str = "t_us,op,id,bytes,stream,kind,device,tag,address,thread,refused_by";
 /// The maximum length of a tag's name, in bytes.
 const MAX_TAG_BYTES: usize = 1024;
 
@@ -165,7 +168,7 @@ impl State {
         if event.address != 0 {
             let _ = write!(self.rest, "{:#x}", event.address);
         }
-        let _ = write!(self.rest, ",{}", event.thread);
+        let _ = write!(self.rest, ",{},{}", event.thread, TagField(event.refused_by));
         let (at_us, stream, rest) = (event.at_ns / 1000, event.stream, &self.rest);
         self.lines.write(format_args!("{at_us},{op},{id},{bytes},{stream},{rest}"));
     }
@@ -255,7 +258,7 @@ impl fmt::Display for DeviceField {
     }
 }
 
-/// The value of the field `tag`.
+/// The value of the fields `tag` and `refused_by`.
 struct TagField(Tag);
 
 impl fmt::Display for TagField {

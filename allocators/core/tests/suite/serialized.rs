@@ -18,6 +18,7 @@ fn events_are_written_with_the_names_that_traces_use() {
         bytes: 512,
         kind: BlockKind::Cached,
         tag: Tag::named("serialized"),
+        refused_by: Tag::NONE,
     };
     let expected = json!({
         "at_ns": 5, "action": "allocate", "place": {"device": 1}, "thread": 2, "stream": 3,

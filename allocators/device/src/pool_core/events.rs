@@ -7,7 +7,7 @@ use crate::{
     stream_cache::{BlockToken, StreamCache},
 };
 use aquifer_core::{
-    Action, Recorder, Tag,
+    Action, Budget, OutOfBudget, Recorder, Tag,
     event::{self, BlockKind, EventTicket},
 };
 use aquifer_driver::{
@@ -148,18 +148,26 @@ impl PoolCore {
     /// Records an event that concerns no block. Called with no lock held.
     pub(crate) fn report_pool(&self, action: Action, bytes: u64, tag: Tag) {
         self.report_held(BlockKind::Cached);
-        if action == Action::Fail {
-            self.report_outside();
-        }
+        self.report(self.ticket(), action, 0, 0, bytes, tag);
+    }
+
+    /// Records a failed request, with the charged budget and the refusal if a budget refused.
+    /// Called with no lock held.
+    pub(crate) fn report_failure(
+        &self,
+        bytes: u64,
+        tag: Tag,
+        refused: Option<(&Budget, &OutOfBudget)>,
+    ) {
+        self.report_held(BlockKind::Cached);
+        self.report_outside();
         if let Some(recorder) = &self.config.recorder {
-            let event = recorder.event(
-                action,
-                event::MemoryLocation::Device(self.info.device),
-                0,
-                0,
-                bytes,
-                tag,
-            );
+            let place = event::MemoryLocation::Device(self.info.device);
+            let event = recorder.event(Action::Fail, place, 0, 0, bytes, tag);
+            let event = match refused {
+                Some((charged, refused)) => event.refused(refused.budget, charged.name()),
+                None => event,
+            };
             recorder.record(recorder.ticket(), event);
         }
     }

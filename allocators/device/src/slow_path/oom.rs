@@ -8,7 +8,7 @@ use crate::{
     stream_cache::{CacheState, StreamCache},
 };
 use aquifer_core::{
-    Action, Budget, MemoryError, OutOfBudget, OutOfMemory, Tag,
+    Budget, MemoryError, OutOfBudget, OutOfMemory, Tag,
     budget::{Holding, Room},
     error::{InUse, Stranded},
 };
@@ -43,7 +43,7 @@ impl PoolCore {
         room: &Room,
     ) -> MemoryError {
         count(&self.counters.failures, 1);
-        self.report_pool(Action::Fail, request.size(), request.owner());
+        self.report_failure(request.size(), request.owner(), Some((limit, &refused)));
         let mut progress =
             Progress { refused: Some(HandleError::Budget(refused)), ..Progress::default() };
         room.tried.iter().for_each(|tried| progress.record(tried.step, tried.gave));
@@ -60,7 +60,7 @@ impl PoolCore {
             return None;
         }
         count(&self.counters.failures, 1);
-        self.report_pool(Action::Fail, bytes, tag);
+        self.report_failure(bytes, tag, None);
         Some(MemoryError::OutOfMemory(Box::new(self.explain(bytes, None, Progress::default()))))
     }
 

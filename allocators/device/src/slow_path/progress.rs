@@ -1,7 +1,7 @@
 //! What one slow path has tried so far.
 
 use crate::{base::released::Released, physical::handle::HandleError};
-use aquifer_core::{DriverError, MemoryError, Reservation, error::Tried};
+use aquifer_core::{DriverError, MemoryError, OutOfBudget, Reservation, error::Tried};
 use smallvec::SmallVec;
 use std::sync::Mutex;
 
@@ -34,6 +34,14 @@ impl Progress<'_> {
         match self.tried.iter_mut().find(|t| t.step == step) {
             Some(tried) => tried.gave += gave,
             None => self.tried.push(Tried { step, gave }),
+        }
+    }
+
+    /// Returns the refusal of the budget, if a budget refused last.
+    pub(super) fn refused_by_budget(&self) -> Option<&OutOfBudget> {
+        match &self.refused {
+            Some(HandleError::Budget(refused)) => Some(refused),
+            _ => None,
         }
     }
 

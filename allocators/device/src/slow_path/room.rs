@@ -58,7 +58,9 @@ impl PoolCore {
         self.report_held(kind);
         if !matches!(taken, Ok(Some(_))) {
             self.report_outside();
-            self.dedicated.record_failure(kind, wanted, tag);
+            let by_budget = progress.refused_by_budget().filter(|_| taken.is_ok());
+            let by_budget = by_budget.map(|refused| (self.budget(), refused));
+            self.dedicated.record_failure(kind, wanted, tag, by_budget);
         }
         self.publish();
         match taken? {

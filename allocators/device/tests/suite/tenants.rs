@@ -4,8 +4,9 @@
 
 use crate::support::{MIB, Rig, range};
 use aquifer_core::{
-    Budget, MemoryError, OutOfMemory, Tag,
+    Action, Budget, MemoryError, OutOfMemory, Recorder, Tag,
     budget::{Offer, Reclaim},
+    event::RingSink,
     tagged,
 };
 use aquifer_device::{Block, Debugging, DevicePool, PoolConfig, Request, Resource, Tenant};
@@ -65,6 +66,37 @@ fn a_refusal_names_the_tenant_while_the_pool_has_room_for_others_and_changes_not
     drop((x, y));
     assert_eq!(all.used(), 0);
     rig.assert_silent();
+}
+
+#[test]
+fn a_recorded_refusal_names_the_budget_that_refused_and_the_charged_one() {
+    let ring = Arc::new(RingSink::new(256));
+    let recorder = Arc::new(Recorder::new(ring.clone()));
+    let machine = Budget::new("machine", 64 * MIB);
+    let pool_budget = machine.child("pool", 96 * MIB);
+    let rig = Rig::on(Sim::h200(1), 96, |config| {
+        config.recorder = Some(recorder);
+        config.budget = Some(pool_budget);
+        config.wait = Duration::ZERO;
+    });
+    let s = rig.stream();
+    let all = Budget::new("all tenants", 20 * MIB);
+    let [a, b] = ["tenant a", "tenant b"].map(|name| all.child(name, 16 * MIB));
+    let [for_a, for_b] = [&a, &b].map(|tenant| rig.pool.for_tenant(tenant).unwrap());
+    let _held = for_a.alloc(&s, Request::bytes(10 * MIB)).unwrap();
+    let refused_by = |failed: Option<MemoryError>| {
+        assert!(matches!(failed, Some(MemoryError::OutOfMemory(_))), "{failed:?}");
+        let failed = ring.take().into_iter().filter(|event| event.action == Action::Fail);
+        failed.map(|event| event.refused_by.name()).collect::<Vec<_>>()
+    };
+    assert_eq!(refused_by(for_a.alloc(&s, Request::bytes(8 * MIB)).err()), ["tenant a"]);
+    let above = for_b.alloc(&s, Request::bytes(12 * MIB)).err();
+    assert_eq!(refused_by(above), ["all tenants/tenant b"]);
+    let large = Request::bytes(80 * MIB);
+    assert_eq!(refused_by(rig.pool.alloc(&s, large).err()), ["machine/pool"]);
+    assert_eq!(refused_by(rig.pool.alloc_stable(&s, large).err()), ["machine/pool"]);
+    // What exceeds the device is refused by no budget.
+    assert_eq!(refused_by(rig.pool.alloc(&s, Request::bytes(1 << 50)).err()), ["untagged"]);
 }
 
 #[test]

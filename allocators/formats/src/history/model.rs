@@ -156,6 +156,9 @@ pub struct HistoryMark {
     pub device_free: Option<u64>,
     /// The name of its tag or its text. 0 if it has none.
     pub text: u32,
+    /// The name of the budget that refused a failed request, and behind a slash that of the charged
+    /// one, if they differ. 0 if the input does not tell.
+    pub refused_by: u32,
 }
 
 /// A named phase of the program: an annotation of PyTorch's profiler, or an NVTX range.

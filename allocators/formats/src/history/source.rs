@@ -163,6 +163,7 @@ fn of_events(
             address: parsed.address,
             device_free: None,
             text: builder.texts.intern(text),
+            refused_by: builder.texts.intern(&parsed.refused_by),
         };
         builder.mark(mark).map_err(at)?;
     }
@@ -282,6 +283,7 @@ fn of_log(
                 address: None,
                 device_free: None,
                 text: 0,
+                refused_by: 0,
             }),
             LogAction::Nothing => Ok(()),
         }
@@ -533,7 +535,17 @@ fn play(
         let text = if kind == MarkKind::User { text } else { 0 };
         let device_free = number(objects, event, Word::DeviceFree);
         let row = short(now.0);
-        builder.mark(HistoryMark { time, row, kind, bytes, address, device_free, text })?;
+        let refused_by = 0;
+        builder.mark(HistoryMark {
+            time,
+            row,
+            kind,
+            bytes,
+            address,
+            device_free,
+            text,
+            refused_by,
+        })?;
     }
     Ok(())
 }

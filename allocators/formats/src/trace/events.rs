@@ -1,7 +1,7 @@
 //! Rows of the form that this library writes, whose header names the fields.
 //!
 //! `t_us`, `op`, `id`, `bytes` and `stream` are required, and older files have no others. `kind`,
-//! `device`, `tag`, `address` and `thread` are optional. Other fields are ignored.
+//! `device`, `tag`, `address`, `thread` and `refused_by` are optional. Other fields are ignored.
 //! [`TraceFile`](aquifer_core::event::TraceFile) documents the format.
 
 use super::{
@@ -25,6 +25,7 @@ pub(crate) struct Columns {
     tag: Option<usize>,
     address: Option<usize>,
     thread: Option<usize>,
+    refused_by: Option<usize>,
     /// Names of fields that are ignored.
     pub(super) unknown: Vec<String>,
 }
@@ -71,6 +72,8 @@ pub(crate) struct EventRow<'a> {
     pub(crate) address: Option<u64>,
     /// The thread as written. Empty if the row has none.
     pub(crate) thread: &'a str,
+    /// The budget that refused. Empty if the row has none.
+    pub(crate) refused_by: Cow<'a, str>,
 }
 
 impl Columns {
@@ -83,12 +86,13 @@ impl Columns {
             return None;
         }
         let required = [at("t_us")?, at("op")?, at("id")?, at("bytes")?, at("stream")?];
-        let optional = ["kind", "device", "tag", "address", "thread"].map(at);
+        let optional = ["kind", "device", "tag", "address", "thread", "refused_by"].map(at);
         let known = |place: usize| required.contains(&place) || optional.contains(&Some(place));
         let unknown = names.iter().enumerate().filter(|(place, _)| !known(*place));
         let unknown = unknown.map(|(_, name)| (*name).to_owned()).collect();
-        let [kind, device, tag, address, thread] = optional;
-        Some(Self { count: names.len(), required, kind, device, tag, address, thread, unknown })
+        let [kind, device, tag, address, thread, refused_by] = optional;
+        let count = names.len();
+        Some(Self { count, required, kind, device, tag, address, thread, refused_by, unknown })
     }
 
     /// Returns whether the rows name devices.
@@ -154,13 +158,29 @@ impl Columns {
         let stream = whole("stream", stream, "a whole number")?;
         let device = self.device.map_or(Ok(TraceDevice::Gpu(0)), |place| device(fields[place]))?;
         let kind = self.kind.map_or(Ok(BlockKind::Cached), |place| kind(fields[place]))?;
-        let tag = self.tag.map_or(Ok(Cow::Borrowed("")), |place| unescaped(fields[place]))?;
+        let name = |name, place: Option<usize>| {
+            place.map_or(Ok(Cow::Borrowed("")), |place| unescaped(name, fields[place]))
+        };
+        let tag = name("tag", self.tag)?;
         let address = self.address.map_or(Ok(None), |place| address(fields[place], bytes))?;
         let thread = self.thread.map_or("", |place| fields[place]);
         if !thread.is_empty() {
             whole("thread", thread, "the number of a thread")?;
         }
-        Ok(EventRow { t_us, action, id, bytes, stream, device, kind, tag, address, thread })
+        let refused_by = name("refused_by", self.refused_by)?;
+        Ok(EventRow {
+            t_us,
+            action,
+            id,
+            bytes,
+            stream,
+            device,
+            kind,
+            tag,
+            address,
+            thread,
+            refused_by,
+        })
     }
 
     /// Adds one row.
@@ -251,12 +271,11 @@ fn kind(text: &str) -> Result<BlockKind, Fault> {
 }
 
 /// Returns the tag as its program named it.
-fn unescaped(text: &str) -> Result<Cow<'_, str>, Fault> {
+fn unescaped<'a>(name: &'static str, text: &'a str) -> Result<Cow<'a, str>, Fault> {
     if !text.contains('%') {
         return Ok(text.into());
     }
-    let bad =
-        || Fault::Field { name: "tag", found: text.to_owned(), expected: "a name with % as %25" };
+    let bad = || Fault::Field { name, found: text.to_owned(), expected: "a name with % as %25" };
     let mut bytes = Vec::with_capacity(text.len());
     let mut parts = text.split('%');
     bytes.extend(parts.next().unwrap_or_default().bytes());

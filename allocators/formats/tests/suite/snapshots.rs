@@ -141,6 +141,7 @@ fn a_device_that_did_nothing_has_an_empty_trace_between_those_that_did() {
         bytes: 1000,
         kind: BlockKind::Cached,
         tag: Tag::NONE,
+        refused_by: Tag::NONE,
     };
     let of = |place| Event { place, ..event(0, core::Action::Allocate) };
     let snapshot = MemorySnapshot::of([
@@ -193,6 +194,7 @@ fn torn(seed: u64, lost: u64) -> Vec<Event> {
             bytes,
             kind: BlockKind::Cached,
             tag,
+            refused_by: Tag::NONE,
         };
         if below(lost) > 0 {
             told.push(event);

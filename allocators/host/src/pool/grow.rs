@@ -12,7 +12,7 @@ use crate::{
     clock,
     region::{self, Cause, Region, RegionError, RegionRequest, window::GRANULE},
 };
-use aquifer_core::{Action, MemoryError, OutOfMemory, Result, error::Tried};
+use aquifer_core::{Action, MemoryError, OutOfMemory, Result, Tag, error::Tried};
 use std::{
     alloc::Layout,
     sync::{Arc, PoisonError},
@@ -331,13 +331,19 @@ impl PoolCore {
                 _ => other = Some(MemoryError::from(error)),
             }
         }
+        let refused_by = full.refused.map(|refused| refused.budget);
         shared.report_limit();
         let (error, ticket) = self.with_tally(|state, tally| {
             state.count_failure();
             let ticket = shared.config.recorder.as_ref().map(|recorder| recorder.ticket());
             (other.unwrap_or_else(|| state.complete_error(full, tally)), ticket)
         });
-        self.record(&Some(shared.clone()), ticket, Action::Fail, 0, layout.size() as u64);
+        if let (Some(recorder), Some(ticket)) = (&shared.config.recorder, ticket) {
+            let (place, bytes) = (shared.place(), layout.size() as u64);
+            let event = recorder.event(Action::Fail, place, 0, 0, bytes, Tag::current());
+            let refused = |by| event.refused(by, shared.budget.name());
+            recorder.record(ticket, refused_by.map_or(event, refused));
+        }
         Err(error)
     }
 

@@ -556,6 +556,8 @@ fn the_tightest_limit_of_pinned_memory_is_recorded_before_what_a_change_has_caus
     // That of a budget above counts too.
     machine.set_limit(8 * MIB as u64);
     assert!(pool.allocate(bytes(16 * MIB)).is_err());
+    let by = ring.kept().iter().map(|event| event.refused_by.name()).collect::<Vec<_>>();
+    assert_eq!(by, ["untagged", "machine/pinned"]);
     assert_eq!(told(), [(Action::Limit, 8 * MIB as u64), (Action::Fail, 16 * MIB as u64)]);
     machine.set_limit(u64::MAX);
     budget.set_limit(u64::MAX);

@@ -47,11 +47,13 @@ impl FailureState<'_> {
     }
 }
 
-/// The failed requests for one tag.
+/// The failed requests for one tag that one budget refused, or none.
 #[derive(Debug)]
 pub(crate) struct FailureGroup<'a> {
     /// The tag. Empty for none.
     pub(crate) tag: &'a str,
+    /// The budget that refused. Empty if the input does not tell.
+    pub(crate) refused_by: &'a str,
     /// Their number.
     pub(crate) count: u64,
     /// The smallest and the largest request.
@@ -63,26 +65,29 @@ pub(crate) struct FailureGroup<'a> {
 impl FailureGroup<'_> {
     /// Returns the JSON form.
     pub(crate) fn to_json(&self) -> Value {
-        let Self { tag, count, bytes: [least, most], times: [first, last] } = self;
+        let Self { tag, refused_by, count, bytes: [least, most], times: [first, last] } = self;
         json!({
-            "tag": tag, "count": count, "least": least, "most": most, "first": first, "last": last,
+            "tag": tag, "refused_by": refused_by, "count": count, "least": least, "most": most,
+            "first": first, "last": last,
         })
     }
 }
 
-/// Groups all failed requests by tag, the largest group first.
+/// Groups all failed requests by tag and by the budget that refused, the largest group first.
 pub(crate) fn groups(history: &MemoryHistory) -> Vec<FailureGroup<'_>> {
-    let mut groups: HashMap<u32, FailureGroup<'_>> = HashMap::new();
+    let mut groups: HashMap<[u32; 2], FailureGroup<'_>> = HashMap::new();
     for mark in history.marks.iter().filter(|mark| mark.kind == MarkKind::Fail) {
         let (bytes, times) = ([mark.bytes; 2], [mark.time; 2]);
-        let tag = history.names.get(mark.text);
-        let group = groups.entry(mark.text).or_insert(FailureGroup { tag, count: 0, bytes, times });
+        let key @ [tag, refused_by] = [mark.text, mark.refused_by];
+        let [tag, refused_by] = [tag, refused_by].map(|name| history.names.get(name));
+        let group = FailureGroup { tag, refused_by, count: 0, bytes, times };
+        let group = groups.entry(key).or_insert(group);
         group.count += 1;
         group.bytes = [group.bytes[0].min(mark.bytes), group.bytes[1].max(mark.bytes)];
         group.times[1] = mark.time;
     }
     let mut groups: Vec<_> = groups.into_values().collect();
-    groups.sort_by_key(|group| (Reverse(group.count), group.tag));
+    groups.sort_by_key(|group| (Reverse(group.count), group.tag, group.refused_by));
     groups
 }
 
@@ -90,6 +95,8 @@ pub(crate) fn groups(history: &MemoryHistory) -> Vec<FailureGroup<'_>> {
 #[derive(Debug)]
 pub(crate) struct FailureNote {
     mark: HistoryMark,
+    /// The budget that refused. Empty if the input does not tell.
+    refused_by: String,
     /// The explanation in lines.
     pub(crate) text: Vec<String>,
 }
@@ -102,6 +109,10 @@ impl FailureNote {
         let whose = if tag.is_empty() { String::new() } else { format!(" for {tag}") };
         let unit = history.unit();
         let mut text = vec![format!("{} wanted{whose} in {unit} {}", Bytes(mark.bytes), mark.row)];
+        let refused_by = history.names.get(mark.refused_by).to_owned();
+        if !refused_by.is_empty() {
+            text.push(format!("refused by the budget {refused_by}"));
+        }
         let blocks = state.held.len();
         let mut have = format!("live {} in {blocks} blocks", Bytes(state.live));
         if state.pending > 0 {
@@ -160,13 +171,16 @@ impl FailureNote {
         if state.pending > 0 {
             text.extend(held_by(history, "freed but still in use", state.lingering));
         }
-        Self { mark, text }
+        Self { mark, refused_by, text }
     }
 
     /// Returns the JSON form.
     pub(crate) fn to_json(&self) -> Value {
         let HistoryMark { time, row, bytes, .. } = self.mark;
-        json!({ "t": time, "event": row, "bytes": bytes, "text": self.text })
+        let Self { refused_by, text, .. } = self;
+        json!({
+            "t": time, "event": row, "bytes": bytes, "refused_by": refused_by, "text": text,
+        })
     }
 }
 

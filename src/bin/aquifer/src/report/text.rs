@@ -157,9 +157,15 @@ fn describe(run: &ReportRun, holders: usize, alone: bool, lines: &mut Vec<String
         let groups: Vec<_> = failure::groups(history)
             .iter()
             .take(HOLDERS)
-            .map(|group| match group.tag {
-                "" => format!("{} untagged", Count(group.count)),
-                tag => format!("{} for {tag}", Count(group.count)),
+            .map(|group| {
+                let whose = match group.tag {
+                    "" => format!("{} untagged", Count(group.count)),
+                    tag => format!("{} for {tag}", Count(group.count)),
+                };
+                match group.refused_by {
+                    "" => whose,
+                    by => format!("{whose} refused by {by}"),
+                }
             })
             .collect();
         let all = Of(analysis.failed as u64, "request");

@@ -1,9 +1,12 @@
 //! `aquifer report` as a person runs it: text, JSON, the page, the trace for Perfetto, and errors.
 
 use crate::support::{Folder, data, number, program, snapshot, text};
+use aquifer_core::{Budget, Recorder, event::TraceFile};
+use aquifer_device::{DevicePool, PoolConfig, Request};
+use aquifer_driver::{DeviceId, sim::Sim};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use serde_json::Value;
-use std::{env, fs, io::Read, path::Path, process::Output};
+use std::{env, fs, io::Read, path::Path, process::Output, sync::Arc};
 
 fn report<S: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = S>) -> Output {
     program().arg("report").args(arguments).output().expect("the program starts")
@@ -239,7 +242,7 @@ fn hundreds_of_failures_are_counted_by_tag() {
     let rows = [("", 200, 10, 308, 21, 319), ("logits", 100, 9, 306, 20, 317)];
     let rows = rows.map(|(tag, count, least, most, first, last)| {
         serde_json::json!({
-            "tag": tag, "count": count, "least": least << 20, "most": most << 20,
+            "tag": tag, "refused_by": "", "count": count, "least": least << 20, "most": most << 20,
             "first": f64::from(30 + first), "last": f64::from(30 + last),
         })
     });
@@ -250,6 +253,43 @@ fn hundreds_of_failures_are_counted_by_tag() {
     let said = text(&report([&input]).stdout);
     let line = "  301 requests failed in all: 200 untagged, 100 for logits, 1 for activations";
     assert!(said.lines().any(|each| each == line), "{said}");
+}
+
+#[test]
+fn a_recorded_refusal_of_a_tenant_is_shown_with_the_names_of_both_budgets() {
+    let folder = Folder::new();
+    let trace = folder.path("trace.csv");
+    let recorder = Recorder::new(Arc::new(TraceFile::create(trace.as_ref()).expect("a trace")));
+    let config = PoolConfig { recorder: Some(Arc::new(recorder)), ..PoolConfig::default() };
+    let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config).expect("a pool");
+    let stream = pool.stream().expect("a stream");
+    let all = Budget::new("all, tenants", 20 << 20);
+    let tenant = all.child("tenant a", 16 << 20);
+    let for_tenant = pool.for_tenant(&tenant).expect("a tenant");
+    let held = for_tenant.alloc(&stream, Request::bytes(10 << 20)).expect("a block");
+    let other = all.charge(8 << 20).expect("room");
+    for bytes in [5 << 20, 6 << 20, 7 << 20] {
+        for_tenant.alloc(&stream, Request::bytes(bytes)).expect_err("a refusal");
+    }
+    drop((held, other, for_tenant, pool));
+    let both = "all, tenants/tenant a";
+    let run = &json(&[&trace])["runs"][0];
+    let group = &run["failure_groups"][1];
+    assert_eq!((&group["refused_by"], &group["count"]), (&both.into(), &2.into()), "{run}");
+    let failures = run["failures"].as_array().expect("failures");
+    let by: Vec<_> = failures.iter().map(|failure| &failure["refused_by"]).collect();
+    assert_eq!(by, [both, both, "tenant a"]);
+    assert_eq!(failures[0]["text"][1], format!("refused by the budget {both}"));
+    let said = text(&report([&trace]).stdout);
+    assert!(said.contains(&format!("  refused by the budget {both}\n")), "{said}");
+    let line = format!(
+        "3 requests failed in all: 2 untagged refused by {both}, 1 untagged refused by tenant a"
+    );
+    assert!(said.contains(&line), "{said}");
+    let page = folder.path("page.html");
+    assert_eq!(report([&trace, "-o", &page]).status.code(), Some(0));
+    let (payload, _) = payload(&fs::read_to_string(&page).expect("a page"));
+    assert_eq!(payload["runs"][0]["failure_groups"], run["failure_groups"]);
 }
 
 #[test]

@@ -27,12 +27,15 @@ function showFailures() {
 
 function failuresTable(run) {
   const index = state.runs.indexOf(run);
+  const refused = run.failure_groups.some((group) => group.refused_by);
   const time = (key, label) => ({ key, label, number: true, text: (t) => timeText(t, run.clock, runLength(run) * 1e-4) });
   return sortableTable({
     label: "All failed requests",
-    caption: `All ${plural(failedRequests(run), "failed request")}${ofRun(index)}, by tag`,
+    caption: `All ${plural(failedRequests(run), "failed request")}${ofRun(index)}, by tag${refused ? " and budget" : ""}`,
     columns: [
-      { key: "tag", label: "Tag", text: (tag) => groupName("tag", tag) }, countColumn("count", "Requests"),
+      { key: "tag", label: "Tag", text: (tag) => groupName("tag", tag) },
+      ...(refused ? [{ key: "refused_by", label: "Refused by", text: (budget) => plainText(budget) || "–" }] : []),
+      countColumn("count", "Requests"),
       bytesColumn("least", "Smallest"), bytesColumn("most", "Largest"), time("first", "First"), time("last", "Last"),
       { key: "at", label: "Place", cell: ({ first }) => make("button", { type: "button", class: "link", onclick: () => jumpTo(first, index) }, "show") },
     ],
