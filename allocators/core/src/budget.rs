@@ -90,7 +90,7 @@ mod spin_lock;
 mod tree;
 mod wait;
 
-pub use capacity::CapacitySource;
+pub use capacity::{CapacitySource, ClaimShortage};
 pub use charge::{Charge, Reservation, StrandedCharge, StrandedCount};
 pub use holding::Holding;
 pub use lease::{BudgetLease, Leased};
@@ -98,7 +98,7 @@ pub use level::{Level, LevelChange, Levels};
 pub use node::{Budget, LevelHook};
 pub use reclaim::{Asking, Room};
 pub use reclaimer::{Offer, Reclaim};
-pub use refusal::{OutOfBudget, Raise};
+pub use refusal::{HeldElsewhere, OutOfBudget, Raise};
 pub use registration::HookRegistration;
 pub use wait::Waiting;
 

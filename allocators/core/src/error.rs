@@ -7,7 +7,7 @@ mod out_of_memory;
 mod remedy;
 mod text;
 
-pub use crate::budget::reclaimer::Tried;
+pub use crate::budget::{HeldElsewhere, reclaimer::Tried};
 pub use failed_call::{DriverError, SystemError};
 pub use no_gpu::NoGpu;
 pub use out_of_memory::{InUse, OutOfMemory, Stranded, TenantHolding};

@@ -19,7 +19,7 @@
 
 use aquifer_core::{
     Action, Budget, Charge, Event, EventSink, Tag,
-    budget::{CapacitySource, Level, LevelChange, Levels, Offer, Reclaim},
+    budget::{CapacitySource, ClaimShortage, Level, LevelChange, Levels, Offer, Reclaim},
     event::{BlockKind, MemoryLocation, RingSink},
 };
 use loom::{sync::Mutex, thread};
@@ -315,7 +315,7 @@ fn an_event_of_a_ring_is_whole_or_counted_as_dropped() {
 struct Left(Mutex<u64>);
 
 impl CapacitySource for Left {
-    fn claim(&self, bytes: u64) -> Result<(), u64> {
+    fn claim(&self, bytes: u64) -> Result<(), ClaimShortage> {
         let mut left = self.0.lock().unwrap();
         *left = left.checked_sub(bytes).ok_or(*left)?;
         Ok(())

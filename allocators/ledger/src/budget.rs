@@ -9,10 +9,13 @@
 //! What a wish has obtained is kept as credit until the charge takes it. Credit that no charge
 //! takes within two rounds of the thread is released.
 
-use crate::{error::LedgerError, member::Member};
+use crate::{
+    error::{ClaimRefused, LedgerError},
+    member::Member,
+};
 use aquifer_core::{
-    Budget,
-    budget::{CapacitySource, HookRegistration, Offer, Reclaim},
+    Budget, Tag,
+    budget::{CapacitySource, ClaimShortage, HeldElsewhere, HookRegistration, Offer, Reclaim},
     event::MemoryLocation,
     panics::contain,
 };
@@ -85,11 +88,11 @@ impl BudgetClaims {
 }
 
 impl CapacitySource for BudgetClaims {
-    fn claim(&self, bytes: u64) -> Result<(), u64> {
+    fn claim(&self, bytes: u64) -> Result<(), ClaimShortage> {
         let taken = self.take_credit(bytes);
         self.member.claim(bytes - taken).map_err(|refused| {
             self.add_credit(taken);
-            refused.room().saturating_add(taken)
+            shortage(&refused, taken)
         })
     }
 
@@ -104,6 +107,22 @@ impl CapacitySource for BudgetClaims {
     fn shortfall(&self, bytes: u64) -> u64 {
         if bytes <= self.room() { 0 } else { bytes - self.credit().bytes.min(bytes) }
     }
+
+    fn shortage(&self, bytes: u64) -> ClaimShortage {
+        shortage(&self.member.shortage(bytes), self.credit().bytes)
+    }
+}
+
+/// Returns a refused claim as the budget tells it, where there is `credit`.
+fn shortage(refused: &ClaimRefused, credit: u64) -> ClaimShortage {
+    let held = refused.others.saturating_sub(refused.reserved);
+    let mut elsewhere =
+        HeldElsewhere { bytes: held.saturating_add(refused.unaccounted), ..Default::default() };
+    if let Some(largest) = &refused.largest {
+        (elsewhere.process, elsewhere.most) = (largest.process, largest.bytes);
+        elsewhere.command = Tag::named(&largest.command);
+    }
+    ClaimShortage { room: refused.room().saturating_add(credit), elsewhere }
 }
 
 impl Reclaim for BudgetClaims {

@@ -118,7 +118,7 @@ pub struct Holder {
     pub process: u32,
     /// Its command.
     pub command: String,
-    /// The bytes that it has claimed, reserved, or is about to claim.
+    /// The bytes that it has claimed, or is about to claim.
     pub bytes: u64,
 }
 
@@ -159,11 +159,13 @@ pub struct ClaimRefused {
     pub capacity: u64,
     /// What other members have claimed, reserved, or are about to claim.
     pub others: u64,
+    /// What of `others` is guaranteed to them and not claimed.
+    pub reserved: u64,
     /// What is kept for members that wait and come first.
     pub kept: u64,
     /// What is in use by processes that are no members.
     pub unaccounted: u64,
-    /// The member that holds most of `others`.
+    /// The other member that has claimed the most.
     pub largest: Option<Holder>,
     /// Whether this is the child of a fork, which has no claims and must join by itself.
     pub is_forked: bool,
@@ -201,8 +203,12 @@ impl fmt::Display for ClaimRefused {
             Bytes(self.claimed),
             Bytes(self.limit),
             Bytes(self.capacity),
-            Bytes(self.others)
+            Bytes(self.others.saturating_sub(self.reserved))
         )?;
+        match self.reserved {
+            0 => {}
+            reserved => write!(f, ", {} are guaranteed to them", Bytes(reserved))?,
+        }
         match self.kept {
             0 => {}
             kept => write!(f, ", {} are kept for those that wait", Bytes(kept))?,

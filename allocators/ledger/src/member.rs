@@ -303,7 +303,7 @@ impl Member {
             }
             let waited = begun.get_or_insert_with(Instant::now).elapsed();
             if !in_conflict || waited > CANCELLED_WAIT {
-                refused.largest = self.largest_holder(&dead);
+                self.name_holders(&mut refused, &dead);
                 return Err(refused);
             }
             cancels = waited > CONFLICT_WAIT;
@@ -340,6 +340,7 @@ impl Member {
             limit: self.limit,
             capacity: self.capacity,
             others: others.at_most,
+            reserved: 0,
             kept: others.kept,
             unaccounted: self.ledger.table().header[header::UNACCOUNTED].load(Relaxed),
             largest: None,
@@ -347,22 +348,31 @@ impl Member {
         }
     }
 
-    /// Returns the other member that has claimed, reserved or is about to claim the most.
-    fn largest_holder(&self, dead: &[Dead]) -> Option<Holder> {
+    /// Adds to a refusal the other member that has claimed the most, and what is guaranteed to
+    /// others and not claimed.
+    fn name_holders(&self, refused: &mut ClaimRefused, dead: &[Dead]) {
         let table = self.ledger.table();
         let others = (0..table.used()).filter(|number| {
             *number != self.slot && dead.iter().all(|dead| dead.number != *number)
         });
-        let holders = others.map(|number| {
+        let mut most = (0, 0);
+        for number in others {
             let words = table.slot(number);
             let pending = words[slot::PENDING].load(Acquire);
             let (_, at_most) = held(pending, words[slot::CLAIMED].load(Acquire));
-            (at_most.max(words[slot::RESERVED].load(Relaxed)), number)
-        });
-        let (bytes, number) = holders.max().filter(|(bytes, _)| *bytes > 0)?;
+            let unused = words[slot::RESERVED].load(Relaxed).saturating_sub(at_most);
+            refused.reserved = refused.reserved.saturating_add(unused);
+            most = most.max((at_most, number));
+        }
+        // Other members claim meanwhile.
+        refused.reserved = refused.reserved.min(refused.others);
+        let (bytes, number) = most;
+        if bytes == 0 {
+            return;
+        }
         let words: Vec<u64> = table.slot(number).iter().map(|word| word.load(Relaxed)).collect();
         let command = read_text(&words, slot::COMMAND, slot::COMMAND_BYTES);
-        Some(Holder { process: words[slot::PROCESS] as u32, command, bytes })
+        refused.largest = Some(Holder { process: words[slot::PROCESS] as u32, command, bytes });
     }
 
     /// Releases claimed bytes, at most all. Wakes members that wait. Never blocks.
@@ -388,15 +398,30 @@ impl Member {
     /// holds any. An estimate: other members claim too.
     #[must_use]
     pub fn room(&self) -> u64 {
+        self.refusal_now(0).0.room()
+    }
+
+    /// Returns what a refused claim of `bytes` would return now, with a system call for each other
+    /// member that holds any.
+    #[must_use]
+    pub fn shortage(&self, bytes: u64) -> ClaimRefused {
+        let (mut refused, dead) = self.refusal_now(bytes);
+        if !refused.is_forked {
+            self.name_holders(&mut refused, &dead);
+        }
+        refused
+    }
+
+    fn refusal_now(&self, bytes: u64) -> (ClaimRefused, Vec<Dead>) {
         if !self.is_of_this_process() {
-            return 0;
+            return (self.refusal(bytes, 0, Others::default()), Vec::new());
         }
         let claimed = *self.lock();
         let rank = Rank::new(claimed < self.share.guarantee, self.share.priority, u64::MAX);
         let (dead, capacity) = (self.ledger.dead(), self.capacity);
         let terms = Terms { own: self.slot, capacity, rank, dead: &dead, cancels: false };
         let others = protocol::others(&self.ledger.table(), &terms, now_ns);
-        self.refusal(0, claimed, others).room()
+        (self.refusal(bytes, claimed, others), dead)
     }
 
     /// Returns the most that the member can ever have claimed: its limit, or the capacity.

@@ -648,7 +648,7 @@ fn a_refusal_names_the_largest_holder_and_tells_what_is_held_from_what_is_kept()
     put_text(words, "evil\u{1b}[31m\ncommand");
     let other = scratch.join(Share::new());
     let refused = other.claim(31).unwrap_err();
-    assert_eq!((refused.others, refused.kept), (70, 0));
+    assert_eq!((refused.others, refused.kept, refused.reserved), (70, 0, 0));
     let own = process::id();
     let text = refused.to_string();
     let largest =

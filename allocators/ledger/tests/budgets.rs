@@ -2,8 +2,9 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer_core::{
-    Charge,
+    Charge, OutOfMemory,
     budget::{HookRegistration, Offer, Reclaim},
+    error::Remedy,
 };
 use aquifer_ledger::{Ledger, Share, SharedBudget};
 use std::{
@@ -138,6 +139,37 @@ fn what_others_use_is_not_given_back_and_the_charge_is_refused_in_time() {
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     assert_eq!((other.member().claimed(), other.budget().used()), (0, 0));
     assert!(charge(&other, 20).is_some());
+}
+
+#[test]
+fn a_refusal_tells_what_others_hold_from_what_is_kept_for_them_and_names_the_largest_holder() {
+    let scratch = Scratch::new("holders");
+    let [large, small] =
+        [Share::new(), Share::new().guarantee(15).reserve()].map(|s| scratch.budget(s));
+    let _in_use = [(&large, 50), (&small, 5)].map(|(of, b)| of.budget().charge(b).unwrap());
+    let other = scratch.budget(Share::new());
+    let refused = other.budget().charge(40).unwrap_err();
+    let held = refused.elsewhere;
+    let own = process::id();
+    assert_eq!((held.bytes, held.process, held.most), (55, own, 50), "{refused}");
+    assert_eq!((refused.remaining, refused.kept()), (35, 10), "{refused}");
+    // As a pool tells it, which asks the ledger again.
+    assert_eq!(other.budget().refusal(40), Some(refused));
+    let holder = format!("other processes hold 55 B, process {own} most (50 B, \"");
+    let text = refused.to_string();
+    assert!(text.contains(", 10 B kept for others; ") && text.contains(&holder), "{text}");
+
+    let mut error = OutOfMemory::new("device 0".into(), 40);
+    error.refused = Some(refused);
+    assert_eq!(error.remedy(), Remedy::FreeElsewhere { place: "device 0", held: Some(held) });
+    let remedy = format!("free memory that other programs hold on device 0: {holder}");
+    assert!(error.to_string().contains(&remedy), "{error}");
+    let json = format!(r#""elsewhere":{{"bytes":55,"process":{own},"command":""#);
+    assert!(error.to_json().contains(&json), "{}", error.to_json());
+    // A limit that refuses is the budget's own.
+    let limited = scratch.budget(Share::new().limit(20));
+    let refused = limited.budget().charge(21).unwrap_err();
+    assert!(!refused.is_held_elsewhere() && !refused.to_string().contains("process"), "{refused}");
 }
 
 #[test]

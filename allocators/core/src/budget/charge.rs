@@ -2,7 +2,7 @@
 
 use super::{
     node::{Budget, Node},
-    refusal::OutOfBudget,
+    refusal::{HeldElsewhere, OutOfBudget},
 };
 use crate::sync::atomic::Ordering::Relaxed;
 use std::{fmt, mem::ManuallyDrop};
@@ -139,6 +139,7 @@ impl Reservation {
             current: 0,
             remaining: held,
             limit: held,
+            elsewhere: HeldElsewhere::default(),
         })
     }
 

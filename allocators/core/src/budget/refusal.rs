@@ -1,6 +1,6 @@
 //! The refusal of a charge.
 
-use crate::Bytes;
+use crate::{Bytes, Tag};
 use std::{error, fmt};
 
 /// The error of a refused charge. The charge changed nothing.
@@ -18,6 +18,46 @@ pub struct OutOfBudget {
     pub remaining: u64,
     /// Its limit, in bytes.
     pub limit: u64,
+    /// What other processes hold, if they share the capacity and stand in the way.
+    pub elsewhere: HeldElsewhere,
+}
+
+/// What other processes hold of a capacity that a root budget shares with them. All of it is 0 for
+/// other budgets.
+///
+/// ```
+/// use aquifer::{Budget, error::HeldElsewhere};
+/// let refused = Budget::new("device 0", 64).charge(80).unwrap_err();
+/// assert_eq!(refused.elsewhere, HeldElsewhere::default());
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HeldElsewhere {
+    /// Bytes that they hold in all.
+    pub bytes: u64,
+    /// The process that holds the most, or 0 if it is not known.
+    pub process: u32,
+    /// Its command, interned as a tag's name is.
+    pub command: Tag,
+    /// Bytes that it holds.
+    pub most: u64,
+}
+
+impl Default for HeldElsewhere {
+    fn default() -> Self {
+        Self { bytes: 0, process: 0, command: Tag::NONE, most: 0 }
+    }
+}
+
+impl fmt::Display for HeldElsewhere {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { bytes, process, command, most } = *self;
+        write!(f, "other processes hold {}", Bytes(bytes))?;
+        match process {
+            0 => Ok(()),
+            // A command may have any characters, which `?` escapes.
+            _ => write!(f, ", process {process} most ({}, {:?})", Bytes(most), command.name()),
+        }
+    }
 }
 
 /// A limit that is too low for a charge.
@@ -49,10 +89,18 @@ impl OutOfBudget {
     }
 
     /// Returns the bytes below the limit that are kept for others: guaranteed to them, or waited
-    /// for by them.
+    /// for by them. What other processes [hold](OutOfBudget::elsewhere) is not among them.
     #[must_use]
     pub fn kept(&self) -> u64 {
-        self.limit.saturating_sub(self.current).saturating_sub(self.remaining)
+        let left = self.limit.saturating_sub(self.current).saturating_sub(self.remaining);
+        left.saturating_sub(self.elsewhere.bytes)
+    }
+
+    /// Returns whether the limit admits the charge, and other processes hold the bytes.
+    #[must_use]
+    pub fn is_held_elsewhere(&self) -> bool {
+        let within = self.current.checked_add(self.requested).is_some_and(|all| all <= self.limit);
+        within && self.elsewhere.bytes > 0
     }
 }
 
@@ -70,8 +118,12 @@ impl fmt::Display for OutOfBudget {
             Bytes(self.remaining)
         )?;
         match self.kept() {
+            0 => {}
+            kept => write!(f, ", {} kept for others", Bytes(kept))?,
+        }
+        match self.elsewhere.bytes {
             0 => Ok(()),
-            kept => write!(f, ", {} kept for others", Bytes(kept)),
+            _ => write!(f, "; {}", self.elsewhere),
         }
     }
 }

@@ -16,7 +16,7 @@
 //!    same fast paths as without shared roots.
 
 use super::{
-    capacity::CapacitySource,
+    capacity::{CapacitySource, ClaimShortage},
     node::{Budget, NOT_SHARED, Node, Tree},
     refusal::OutOfBudget,
     spin_lock::SpinGuard,
@@ -34,12 +34,12 @@ impl Budget {
     /// charges are granted.
     ///
     /// ```
-    /// use aquifer_core::{Budget, budget::CapacitySource};
+    /// use aquifer_core::{Budget, budget::{CapacitySource, ClaimShortage}};
     /// use std::sync::{Arc, Mutex};
     /// /// What all processes have left.
     /// struct Left(Mutex<u64>);
     /// impl CapacitySource for Left {
-    ///     fn claim(&self, bytes: u64) -> Result<(), u64> {
+    ///     fn claim(&self, bytes: u64) -> Result<(), ClaimShortage> {
     ///         let mut left = self.0.lock().unwrap();
     ///         *left = left.checked_sub(bytes).ok_or(*left)?;
     ///         Ok(())
@@ -121,21 +121,23 @@ impl Node {
         if claimed == NOT_SHARED || root.used.load(Relaxed) + bytes <= claimed {
             return Ok(());
         }
-        Err((root, root.refusal_by_source(bytes, claimed - root.used.load(Relaxed))))
+        let room = claimed - root.used.load(Relaxed);
+        Err((root, root.refusal_by_source(bytes, room.into())))
     }
 
     /// Returns the refusal of a charge that the limits admit and the source refuses now.
     pub(super) fn refusal_of_source(&'static self, bytes: u64) -> Option<OutOfBudget> {
         let source = self.tree.source()?;
         let refused = source.shortfall(bytes) > 0;
-        refused.then(|| self.root().refusal_by_source(bytes, source.room()))
+        refused.then(|| self.root().refusal_by_source(bytes, source.shortage(bytes)))
     }
 
-    /// Returns the root's refusal of a charge of `bytes` where the source has only `room`.
-    fn refusal_by_source(&self, requested: u64, room: u64) -> OutOfBudget {
+    /// Returns the root's refusal of a charge that the source refuses.
+    fn refusal_by_source(&self, requested: u64, shortage: ClaimShortage) -> OutOfBudget {
+        let ClaimShortage { room, elsewhere } = shortage;
         let (current, limit) = (self.used.load(Relaxed), self.limit.load(Relaxed));
         let remaining = room.min(limit.saturating_sub(current));
-        OutOfBudget { budget: self.name(), requested, current, remaining, limit }
+        OutOfBudget { budget: self.name(), requested, current, remaining, limit, elsewhere }
     }
 
     /// Calls `charge`, which adds at most `bytes`, with as many bytes claimed for it. In a tree
@@ -148,7 +150,7 @@ impl Node {
         let tree = self.tree;
         let Some(source) = tree.source() else { return charge(tree.lock.lock()) };
         let root = self.root();
-        source.claim(bytes).map_err(|room| (root, root.refusal_by_source(bytes, room)))?;
+        source.claim(bytes).map_err(|short| (root, root.refusal_by_source(bytes, short)))?;
         let guard = tree.lock.lock();
         tree.add_claimed(bytes);
         let charged = charge(guard);

@@ -21,7 +21,7 @@
 
 use super::{
     node::{NO_WAITER, NOT_SHARED, Node, SLOW_PATH},
-    refusal::{OutOfBudget, Raise},
+    refusal::{HeldElsewhere, OutOfBudget, Raise},
 };
 use crate::sync::atomic::{
     AtomicU64,
@@ -131,6 +131,7 @@ impl Node {
             current: used,
             remaining: limit.saturating_sub(used).min(room.saturating_add(set_aside)),
             limit,
+            elsewhere: HeldElsewhere::default(),
         }
     }
 

@@ -1,6 +1,6 @@
 //! An error as JSON. Written by hand, so that this crate needs no serialiser as a dependency.
 
-use super::OutOfMemory;
+use super::{HeldElsewhere, OutOfMemory};
 use std::fmt::Write;
 
 /// A JSON value.
@@ -28,6 +28,22 @@ impl OutOfMemory {
     }
 }
 
+fn held_elsewhere(held: &HeldElsewhere) -> Value<'static> {
+    if held.bytes == 0 {
+        return Null;
+    }
+    let process = match held.process {
+        0 => Null,
+        process => Number(process.into()),
+    };
+    Raw(serialise(&Object(&[
+        ("bytes", Number(held.bytes)),
+        ("process", process),
+        ("command", Text(held.command.name())),
+        ("most", Number(held.most)),
+    ])))
+}
+
 fn serialise_error(error: &OutOfMemory) -> String {
     let refused = error.refused.as_ref().map_or(Null, |refused| {
         Raw(serialise(&Object(&[
@@ -36,6 +52,7 @@ fn serialise_error(error: &OutOfMemory) -> String {
             ("current", Number(refused.current)),
             ("remaining", Number(refused.remaining)),
             ("limit", Number(refused.limit)),
+            ("elsewhere", held_elsewhere(&refused.elsewhere)),
         ])))
     });
     let driver = error.driver.as_ref().map_or(Null, |driver| {

@@ -3,7 +3,7 @@
 use super::OutOfMemory;
 use crate::{
     Bytes, OutOfBudget,
-    budget::{Holding, Raise},
+    budget::{HeldElsewhere, Holding, Raise},
 };
 use std::fmt;
 
@@ -93,6 +93,8 @@ pub enum Remedy<'a> {
     FreeElsewhere {
         /// The place where it is missing.
         place: &'a str,
+        /// What they hold, if they share it by a ledger.
+        held: Option<HeldElsewhere>,
     },
 }
 
@@ -141,6 +143,8 @@ impl<'a> Remedy<'a> {
             }
             (None, None) => None,
         };
+        // Raising a limit does not help where other processes hold the bytes.
+        let raise = raise.filter(|_| !refused.is_some_and(OutOfBudget::is_held_elsewhere));
         let most = error.raise.iter().map(|raise| raise.by).max();
         let missing = most.or(refused.map(OutOfBudget::missing)).unwrap_or(requested);
         if error.exceeds_capacity() {
@@ -183,12 +187,15 @@ impl<'a> Remedy<'a> {
                 return Self::FreeWholeHandles { free, or_raise: raise.filter(within) };
             }
         }
+        if let Some(refused) = refused.filter(|refused| refused.is_held_elsewhere()) {
+            return Self::FreeElsewhere { place: &error.place, held: Some(refused.elsewhere) };
+        }
         match (error.holders.first(), raise) {
             (Some(&holder), raise) if error.live == 0 || error.live >= missing => {
                 Self::Free { holder, missing, or_raise: raise.filter(within) }
             }
             (_, Some(raise)) => Self::Raise { raise },
-            (_, None) => Self::FreeElsewhere { place: &error.place },
+            (_, None) => Self::FreeElsewhere { place: &error.place, held: None },
         }
     }
 }
@@ -258,8 +265,9 @@ impl fmt::Display for Remedy<'_> {
                 }
             }
             Self::Raise { raise } => write!(f, "{raise}"),
-            Self::FreeElsewhere { place } => {
-                write!(f, "free memory that other programs hold on {place}")
+            Self::FreeElsewhere { place, held } => {
+                write!(f, "free memory that other programs hold on {place}")?;
+                held.map_or(Ok(()), |held| write!(f, ": {held}"))
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Tests of the guarantees of a budget, to the byte.
 
-use aquifer_core::{Budget, Charge, OutOfBudget};
+use aquifer_core::{Budget, Charge, OutOfBudget, error::HeldElsewhere};
 use proptest::prelude::*;
 use std::{sync::Barrier, thread};
 
@@ -11,7 +11,14 @@ fn the_limit_is_granted_and_one_byte_more_is_refused_with_every_figure() {
     let refused = budget.charge(1).unwrap_err();
     assert_eq!(
         refused,
-        OutOfBudget { budget: "b", requested: 1, current: 100, remaining: 0, limit: 100 }
+        OutOfBudget {
+            budget: "b",
+            requested: 1,
+            current: 100,
+            remaining: 0,
+            limit: 100,
+            elsewhere: HeldElsewhere::default(),
+        }
     );
     drop(most);
     assert_eq!(budget.charge(u64::MAX).unwrap_err().remaining, 100);

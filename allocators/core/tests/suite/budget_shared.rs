@@ -5,7 +5,7 @@
 
 use aquifer_core::{
     Budget, Charge,
-    budget::{CapacitySource, Offer, Reclaim},
+    budget::{CapacitySource, ClaimShortage, Offer, Reclaim},
 };
 use std::{
     future::Future,
@@ -40,7 +40,7 @@ impl Left {
 }
 
 impl CapacitySource for Left {
-    fn claim(&self, bytes: u64) -> Result<(), u64> {
+    fn claim(&self, bytes: u64) -> Result<(), ClaimShortage> {
         self.claims.fetch_add(1, Relaxed);
         let mut left = self.bytes.lock().unwrap();
         *left = left.checked_sub(bytes).ok_or(*left)?;
