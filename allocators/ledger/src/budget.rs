@@ -23,7 +23,7 @@ use std::{
     fmt,
     mem::ManuallyDrop,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
     thread::{self, JoinHandle},
@@ -58,31 +58,41 @@ struct Credit {
 }
 
 impl BudgetClaims {
-    fn credit(&self) -> MutexGuard<'_, Credit> {
-        self.credit.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Calls `work` with the credit. A forked child has none, and does not lock: another thread of
+    /// its parent may have held the lock at the fork.
+    fn with_credit<R: Default>(&self, work: impl FnOnce(&mut Credit) -> R) -> R {
+        if !self.member.is_of_this_process() {
+            return R::default();
+        }
+        work(&mut self.credit.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn add_credit(&self, bytes: u64) {
-        let mut credit = self.credit();
-        *credit = Credit { bytes: credit.bytes.saturating_add(bytes), is_old: false };
+        self.with_credit(|credit| {
+            *credit = Credit { bytes: credit.bytes.saturating_add(bytes), is_old: false };
+        });
     }
 
     /// Takes at most `bytes` of the credit.
     fn take_credit(&self, bytes: u64) -> u64 {
-        let mut credit = self.credit();
-        let taken = credit.bytes.min(bytes);
-        credit.bytes -= taken;
-        taken
+        self.with_credit(|credit| {
+            let taken = credit.bytes.min(bytes);
+            credit.bytes -= taken;
+            taken
+        })
+    }
+
+    fn credit_bytes(&self) -> u64 {
+        self.with_credit(|credit| credit.bytes)
     }
 
     /// Releases credit that was there in the last round already.
     fn expire_credit(&self) {
-        let expired = {
-            let mut credit = self.credit();
+        let expired = self.with_credit(|credit| {
             let expired = if credit.is_old { credit.bytes } else { 0 };
             *credit = Credit { bytes: credit.bytes - expired, is_old: true };
             expired
-        };
+        });
         self.member.release(expired);
     }
 }
@@ -101,15 +111,15 @@ impl CapacitySource for BudgetClaims {
     }
 
     fn room(&self) -> u64 {
-        self.member.room().saturating_add(self.credit().bytes)
+        self.member.room().saturating_add(self.credit_bytes())
     }
 
     fn shortfall(&self, bytes: u64) -> u64 {
-        if bytes <= self.room() { 0 } else { bytes - self.credit().bytes.min(bytes) }
+        if bytes <= self.room() { 0 } else { bytes - self.credit_bytes().min(bytes) }
     }
 
     fn shortage(&self, bytes: u64) -> ClaimShortage {
-        shortage(&self.member.shortage(bytes), self.credit().bytes)
+        shortage(&self.member.shortage(bytes), self.credit_bytes())
     }
 }
 
@@ -297,5 +307,54 @@ impl Answering {
         let _reclaimed = self.budget.reclaim(owed, Some(now + ANSWER_WAIT), own);
         self.claims.member.set_reclaimable(self.budget.offered(own));
         before.saturating_sub(self.budget.used())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Ledger, Share};
+    use nix::{
+        libc,
+        sys::{
+            signal::{Signal, kill},
+            wait::{WaitPidFlag, WaitStatus, waitpid},
+        },
+        unistd::Pid,
+    };
+    use std::{env, fs, process};
+
+    #[test]
+    #[expect(unsafe_code, reason = "forks")]
+    fn a_forked_child_does_not_wait_for_the_credit_that_was_locked_at_the_fork() {
+        let folder = env::temp_dir().join(format!("aquifer-ledger-credit-{}", process::id()));
+        let ledger = Ledger::open(&folder, "gpu", 100).unwrap();
+        let shared = Share::new().join(ledger).unwrap().budget("device 0", || None).unwrap();
+        let claims = &shared.claims;
+        let locked = claims.credit.lock().unwrap();
+        // SAFETY: 1. The child calls what is allowed in a child of a process with threads: atomics
+        // and system calls.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            claims.add_credit(1);
+            claims.expire_credit();
+            let refused = claims.claim(1).is_err_and(|short| short.room == 0);
+            let well = refused && (claims.room(), claims.shortfall(1)) == (0, 1);
+            // SAFETY: 1. It ends the process.
+            unsafe { libc::_exit(i32::from(!well)) };
+        }
+        let (child, until) = (Pid::from_raw(child), Instant::now() + Duration::from_secs(10));
+        let mut ended = waitpid(child, Some(WaitPidFlag::WNOHANG)).unwrap();
+        while ended == WaitStatus::StillAlive {
+            if Instant::now() > until {
+                kill(child, Signal::SIGKILL).unwrap();
+            }
+            thread::sleep(Duration::from_millis(1));
+            ended = waitpid(child, Some(WaitPidFlag::WNOHANG)).unwrap();
+        }
+        drop(locked);
+        assert!(matches!(ended, WaitStatus::Exited(_, 0)), "{ended:?}");
+        drop(shared);
+        fs::remove_dir_all(folder).unwrap();
     }
 }
