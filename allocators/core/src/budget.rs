@@ -159,13 +159,18 @@ pub struct Figures {
 }
 
 impl Budget {
-    /// Creates a root budget of `limit` bytes. `name` appears in its errors. It may be made at run
-    /// time: each such name is stored once for the process, as errors outlive their budgets, and
-    /// takes up no [`Tag`](crate::Tag).
+    /// Creates a root budget of `limit` bytes. `name` appears in its errors.
+    ///
+    /// A name that is made at run time is stored for the life of the process, since errors outlive
+    /// their budgets. Each different name costs its length and about 24 bytes that are never freed,
+    /// and each creation by such a name a process-wide lock and a search. The budgets themselves
+    /// are recycled. So a server that creates a budget for each request should name them alike, or
+    /// by the client. A name takes up no [`Tag`](crate::Tag) until a recorder records a
+    /// [refusal](crate::Event::refused_by) of the budget.
     ///
     /// ```
     /// use aquifer::Budget;
-    /// let tenants: Vec<Budget> = (0..3).map(|n| Budget::new(format!("tenant {n}"), 100)).collect();
+    /// let tenants = [0, 1, 2].map(|n| Budget::new(format!("tenant {n}"), 100));
     /// assert_eq!(tenants[2].charge(101).unwrap_err().budget, "tenant 2");
     /// ```
     #[must_use]
@@ -173,7 +178,8 @@ impl Budget {
         Self { node: Node::claim(None, stored(name.into()), limit) }
     }
 
-    /// Creates a root budget without a limit, which only counts.
+    /// Creates a root budget without a limit, which only counts. [`Budget::new`] tells what its name
+    /// costs.
     #[must_use]
     pub fn unlimited(name: impl Into<Cow<'static, str>>) -> Self {
         Self::new(name, u64::MAX)
@@ -181,6 +187,7 @@ impl Budget {
 
     /// Creates a budget below this one: what is charged to it is charged here as well. It inherits
     /// this budget's priority. It lives as long as a handle to it or a charge of it exists.
+    /// [`Budget::new`] tells what its name costs.
     #[must_use]
     pub fn child(&self, name: impl Into<Cow<'static, str>>, limit: u64) -> Self {
         Self { node: Node::claim(Some(self.node), stored(name.into()), limit) }
