@@ -8,10 +8,11 @@ use std::{
     env, error, fmt,
     io::{self, Write},
     panic::{AssertUnwindSafe, catch_unwind},
+    process,
     str::FromStr,
     sync::{
         Arc, Mutex, Once, OnceLock, PoisonError, Weak,
-        atomic::{AtomicI32, Ordering},
+        atomic::{AtomicI32, AtomicU32, Ordering},
     },
 };
 
@@ -186,6 +187,9 @@ static LIVE_MACHINES: Mutex<Option<HashMap<u64, Weak<Machine>>>> = Mutex::new(No
 /// The exit status of the process, or 0 for its own.
 static EXIT_STATUS: AtomicI32 = AtomicI32::new(0);
 
+/// The process that [`EXIT_STATUS`] is of. A child of a fork has a status of its own.
+static EXIT_PROCESS: AtomicU32 = AtomicU32::new(0);
+
 /// Makes a machine report when the process ends, if it is still alive then.
 pub(crate) fn register(machine: &Arc<Machine>) {
     static ONCE: Once = Once::new();
@@ -209,6 +213,7 @@ pub(crate) fn unregister(machine: u64) {
 
 /// Makes the process exit with this status.
 pub(crate) fn exit_with(status: i32) {
+    EXIT_PROCESS.store(process::id(), Ordering::Relaxed);
     EXIT_STATUS.store(status, Ordering::Relaxed);
 }
 
@@ -228,7 +233,7 @@ extern "C" fn at_exit() {
         let _second = RETAINED.set(machines);
     }));
     let status = EXIT_STATUS.load(Ordering::Relaxed);
-    if status != 0 {
+    if status != 0 && EXIT_PROCESS.load(Ordering::Relaxed) == process::id() {
         write_stderr(format_args!(
             "aquifer: exit status {status}, because the simulated GPU found violations that the \
              program did not read ({VARIABLE}=report keeps the program's own status)\n"

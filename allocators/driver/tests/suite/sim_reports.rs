@@ -1,11 +1,13 @@
 //! Tests of violations that no test takes: they are printed on standard error, raised as a panic,
 //! or returned as the exit status.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(unsafe_code, reason = "forks")]
 
 use aquifer_driver::{
     Access, DeviceId, DeviceRange,
     sim::{OnViolation, Sim},
 };
+use nix::libc;
 use std::{
     env,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -79,6 +81,27 @@ fn child() {
     }
     drop(sim);
     eprintln!("dropped");
+    if what == "forks" {
+        // SAFETY: 1. The child only ends, as a program does that calls `exit`.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: 1. The exit functions that run are those of the simulator and of the standard
+            // library, which need no other thread.
+            unsafe { libc::exit(0) }
+        }
+        let mut status = 0;
+        // SAFETY: 1. The pointer is valid for the call.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        eprintln!("the child's status is {}", libc::WEXITSTATUS(status));
+    }
+}
+
+#[test]
+fn a_child_of_a_fork_exits_with_its_own_status() {
+    let (output, text) = run("forks", None);
+    assert_eq!(output.status.code(), Some(86), "{text}");
+    assert!(text.contains("the child's status is 0"), "{text}");
+    assert_eq!(text.matches("exit status 86").count(), 1, "{text}");
 }
 
 #[test]
