@@ -214,7 +214,7 @@ fn choose(history: &MemoryHistory) -> Vec<Slice> {
         }
         // A block that lives beside as many others has no track.
         let Some(Reverse(lane)) = idle.pop() else { continue };
-        busy.push(Reverse((until.max(from + 1), lane)));
+        busy.push(Reverse((until.max(from.saturating_add(1)), lane)));
         let mut slice = Slice { block, lane, flow_in: None, flow_out: None };
         if let Some(before) = last_at.insert(history.blocks.address[block], slices.len())
             && history.blocks.end[slices[before].block] <= history.blocks.birth[block]

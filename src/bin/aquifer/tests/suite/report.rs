@@ -647,6 +647,18 @@ fn a_trace_for_perfetto_is_a_list_of_whole_packets() {
     assert!(packets > 20_000, "{packets}");
 }
 
+#[test]
+fn a_trace_for_perfetto_holds_times_of_any_size() {
+    let folder = Folder::new();
+    let trace = folder.path("late.csv");
+    let last = u64::MAX / 2;
+    let lines =
+        format!("t_us,op,id,bytes,stream\n1,a,1,512,0\n{last},a,2,512,0\n{last},f,2,512,0\n");
+    fs::write(&trace, lines).expect("a trace");
+    let output = report([&trace, "--perfetto", &folder.path("late.pftrace")]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+}
+
 fn refused(output: &Output, expected: &str) {
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{said}");
