@@ -161,9 +161,8 @@ impl Trace {
         let mut trace = builder.finish(format)?;
         trace.notes.extend(notes);
         if gpus.len() > 1 {
-            let others = gpus.len() - 1;
             trace.notes.push(format!(
-                "the trace has memory of {} devices: that of device {chosen} is replayed, that of {others} not; \
+                "the trace has memory of {} devices, of which device {chosen} is read; \
                  --device-index picks another",
                 gpus.len()
             ));

@@ -141,9 +141,9 @@ impl RmmColumns {
         let Some(stream) = hexadecimal(fields[self.stream]) else {
             return wrong("Stream", fields[self.stream], "a hexadecimal handle");
         };
-        let device = match self.device.map_or(Ok(0), |place| fields[place].parse()) {
-            Ok(device) => device,
-            Err(_) => return wrong("Device ID", text, "the number of a device"),
+        let device = self.device.map_or("0", |place| fields[place]);
+        let Ok(device) = device.parse() else {
+            return wrong("Device ID", device, "the number of a device");
         };
         let action = match fields[self.action] {
             "allocate" | "Alloc" => LogAction::Allocate,
