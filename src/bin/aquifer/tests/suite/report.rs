@@ -260,7 +260,8 @@ fn a_recorded_refusal_of_a_tenant_is_shown_with_the_names_of_both_budgets() {
     let folder = Folder::new();
     let trace = folder.path("trace.csv");
     let recorder = Recorder::new(Arc::new(TraceFile::create(trace.as_ref()).expect("a trace")));
-    let config = PoolConfig { recorder: Some(Arc::new(recorder)), ..PoolConfig::default() };
+    let mut config = PoolConfig::default();
+    config.recorder = Some(Arc::new(recorder));
     let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config).expect("a pool");
     let stream = pool.stream().expect("a stream");
     let all = Budget::new("all, tenants", 20 << 20);
