@@ -112,7 +112,7 @@ pub(super) fn first_wrong(
         let (from, to) = (at as usize, (at + piece) as usize);
         bytes.truncate(to - from);
         let there = held.slice(from..to)?;
-        reader.scope(|c| c.download(&there, &mut bytes))??;
+        reader.scope(|c| c.download(there, &mut bytes))??;
         if let Some(wrong) = first_other(&bytes, expected) {
             return Ok(Some((at + wrong as u64, bytes[wrong])));
         }

@@ -112,7 +112,7 @@ fn what_an_earlier_capture_allocated_is_reused_within_the_capture_that_frees_it(
         let backward = unsafe {
             graphs.capture(&s, |s| {
                 let mut first = rig.pool.buffer::<u8>(s, LEN)?;
-                s.copy(&between.slice(0..LEN)?, &mut first)?;
+                s.copy(between.slice(0..LEN)?, &mut first)?;
                 drop(between);
                 let mut out = rig.pool.buffer::<u8>(s, len)?;
                 s.fill(&mut out, 4)?;

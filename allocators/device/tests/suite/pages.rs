@@ -18,7 +18,7 @@ const PAGE: u64 = 4096;
 fn look(stream: &Stream, arena: &DevicePages, pages: &PageRun) -> Vec<u8> {
     let mut back = vec![0; pages.bytes() as usize];
     let view = arena.view(pages, 0..pages.bytes()).unwrap();
-    stream.scope(|c| c.download(&view, &mut back)).unwrap().unwrap();
+    stream.scope(|c| c.download(view, &mut back)).unwrap().unwrap();
     back
 }
 
@@ -108,7 +108,7 @@ fn the_next_owner_of_freed_pages_is_ordered_after_all_users() {
             if let Some((before, _)) = held.back() {
                 // This reads one run and writes another one of the same block.
                 let from = arena.view(before, 0..100).unwrap();
-                other.copy(&from, &mut arena.view_mut(&mut pages, 0..100).unwrap()).unwrap();
+                other.copy(from, &mut arena.view_mut(&mut pages, 0..100).unwrap()).unwrap();
                 other.fill(&mut arena.view_mut(&mut pages, 0..100).unwrap(), round).unwrap();
             }
             held.push_back((pages, round));
@@ -192,7 +192,7 @@ fn a_use_of_all_pages_is_ordered_after_earlier_uses_of_each_and_before_later_one
             u.fill(&mut arena.view_mut(&mut a, 0..PAGE).unwrap(), round).unwrap();
             v.fill(&mut arena.view_mut(&mut b, 0..PAGE).unwrap(), round).unwrap();
             let mut copy = rig.bytes(&s, 4 * PAGE);
-            s.copy(&arena.all(), &mut copy).unwrap();
+            s.copy(arena.all(), &mut copy).unwrap();
             assert!(
                 support::read(&s, &copy)[..2 * PAGE as usize].iter().all(|&byte| byte == round)
             );

@@ -187,7 +187,7 @@ fn a_write_of_a_part_waits_for_readers_of_the_whole_and_the_other_way_round() {
     s.fill(&mut x, 1).unwrap();
     u.copy(&x, &mut y).unwrap();
     s.fill(&mut x.slice_mut(0..10).unwrap(), 2).unwrap();
-    u.copy(&x.slice(5..15).unwrap(), &mut y.slice_mut(0..10).unwrap()).unwrap();
+    u.copy(x.slice(5..15).unwrap(), &mut y.slice_mut(0..10).unwrap()).unwrap();
     let back = read(&u, &y);
     assert_eq!(back[..10], [2, 2, 2, 2, 2, 1, 1, 1, 1, 1]);
     assert!(back[10..].iter().all(|&byte| byte == 1));

@@ -21,7 +21,7 @@ fn fill(stream: &Stream, reserved: &mut Reserved<u8>, range: Range<usize>, byte:
 
 fn read(stream: &Stream, reserved: &Reserved<u8>, range: Range<usize>) -> Vec<u8> {
     let mut back = vec![0; range.len()];
-    stream.scope(|c| c.download(&reserved.slice(range).unwrap(), &mut back)).unwrap().unwrap();
+    stream.scope(|c| c.download(reserved.slice(range).unwrap(), &mut back)).unwrap().unwrap();
     back
 }
 
@@ -130,7 +130,7 @@ fn decommit_never_waits_and_unmaps_only_after_the_work_is_done() {
     r.commit_to(4 * STEP).unwrap();
     fill(&s, &mut r, 0..4 * STEP, 1);
     let mut to = rig.bytes(&u, STEP as u64);
-    u.copy(&r.slice(2 * STEP..3 * STEP).unwrap(), &mut to).unwrap();
+    u.copy(r.slice(2 * STEP..3 * STEP).unwrap(), &mut to).unwrap();
     let calls = rig.sim.driver().calls().made();
     assert_eq!(r.decommit(STEP..4 * STEP), Ok(6 * MIB));
     assert_eq!(rig.sim.driver().calls().made(), calls);

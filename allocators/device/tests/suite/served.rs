@@ -98,7 +98,7 @@ fn open(
 fn read(s: &Stream, block: &ReceivedBlock) -> Vec<u8> {
     let mut back = vec![0; block.bytes() as usize];
     let all = block.slice::<u8>(0..back.len()).unwrap();
-    s.scope(|c| c.download(&all, &mut back)).unwrap().unwrap();
+    s.scope(|c| c.download(all, &mut back)).unwrap().unwrap();
     back
 }
 

@@ -62,7 +62,7 @@ fn pass(rig: &Rig, to: &DevicePool, s: &Stream, block: &Block, name: &str) -> Re
 fn read_back(s: &Stream, block: &ReceivedBlock) -> Vec<u8> {
     let mut back = vec![0; block.bytes() as usize];
     let all = 0..back.len();
-    s.scope(|c| c.download(&block.slice::<u8>(all).unwrap(), &mut back)).unwrap().unwrap();
+    s.scope(|c| c.download(block.slice::<u8>(all).unwrap(), &mut back)).unwrap().unwrap();
     back
 }
 

@@ -55,7 +55,7 @@ fn captured(rig: &Rig, graphs: &GraphPool, s: &Stream, byte: u8) -> (Graph, Devi
             let mut temporary: DeviceBuffer<u8> = rig.pool.buffer(s, 3 << 20)?;
             s.fill(&mut temporary, byte)?;
             let mut out: DeviceBuffer<u8> = rig.pool.buffer(s, 1 << 20)?;
-            s.copy(&temporary.slice(0..1 << 20)?, &mut out)?;
+            s.copy(temporary.slice(0..1 << 20)?, &mut out)?;
             Ok(out)
         })
     }

@@ -24,7 +24,7 @@ fn fill(stream: &Stream, block: &mut StableBlock, byte: u8) {
 fn read(stream: &Stream, block: &StableBlock) -> Vec<u8> {
     let len = block.bytes() as usize;
     let mut back = vec![0; len];
-    stream.scope(|c| c.download(&block.slice::<u8>(0..len).unwrap(), &mut back)).unwrap().unwrap();
+    stream.scope(|c| c.download(block.slice::<u8>(0..len).unwrap(), &mut back)).unwrap().unwrap();
     back
 }
 
