@@ -203,7 +203,7 @@ impl World {
                 let Some(value) = content else { return };
                 let mut back = vec![!value; run.bytes() as usize];
                 let view = arena.view(run, 0..run.bytes()).expect("all of it");
-                stream.scope(|c| c.download(&view, &mut back)).expect("a scope").expect("a copy");
+                stream.scope(|c| c.download(view, &mut back)).expect("a scope").expect("a copy");
                 assert!(back.iter().all(|byte| byte == value));
                 let end = run.bytes() + 1 + u64::from(bytes.u8());
                 assert!(arena.view(run, u64::from(bytes.u8())..end).is_err());

@@ -485,7 +485,7 @@ impl World {
         let len = (buffer.len() as u64).min(COPY) as usize;
         let part = buffer.slice(0..len).expect("within its bounds");
         let mut back = vec![0; len];
-        let copied = stream.scope(|c| c.download(&part, &mut back)).and_then(|copied| copied);
+        let copied = stream.scope(|c| c.download(part, &mut back)).and_then(|copied| copied);
         if let (Some(()), Some(byte), true) = (went(copied), content, self.keeps) {
             assert!(back.iter().all(|&there| there == byte), "not what was written");
         }

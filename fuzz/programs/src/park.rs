@@ -88,7 +88,7 @@ impl Captured {
                 let mut temporary: DeviceBuffer<u8> = rig.pool.buffer(s, 1 << 20)?;
                 s.fill(&mut temporary, WRITTEN)?;
                 let mut out: DeviceBuffer<u8> = rig.pool.buffer(s, 5000)?;
-                s.copy(&temporary.slice(0..5000)?, &mut out)?;
+                s.copy(temporary.slice(0..5000)?, &mut out)?;
                 Ok(out)
             })
         }?;
