@@ -178,8 +178,8 @@ impl Budget {
         Self { node: Node::claim(None, stored(name.into()), limit) }
     }
 
-    /// Creates a root budget without a limit, which only counts. [`Budget::new`] tells what its name
-    /// costs.
+    /// Creates a root budget without a limit, which only counts. [`Budget::new`] tells what its
+    /// name costs.
     #[must_use]
     pub fn unlimited(name: impl Into<Cow<'static, str>>) -> Self {
         Self::new(name, u64::MAX)
