@@ -10,7 +10,7 @@
 //! takes within two rounds of the thread is released.
 
 use crate::{
-    error::{ClaimRefused, LedgerError},
+    error::{ClaimRefused, Holder, LedgerError},
     member::Member,
 };
 use aquifer_core::{
@@ -126,12 +126,12 @@ impl CapacitySource for BudgetClaims {
 /// Returns a refused claim as the budget tells it, where there is `credit`.
 fn shortage(refused: &ClaimRefused, credit: u64) -> ClaimShortage {
     let held = refused.others.saturating_sub(refused.reserved);
-    let mut elsewhere =
-        HeldElsewhere { bytes: held.saturating_add(refused.unaccounted), ..Default::default() };
-    if let Some(largest) = &refused.largest {
-        (elsewhere.process, elsewhere.most) = (largest.process, largest.bytes);
-        elsewhere.command = Tag::named(&largest.command);
-    }
+    let holder =
+        refused.largest.as_ref().map_or(Tag::NONE, |Holder { process, command, .. }| {
+            // A command may have any characters, which `?` escapes.
+            Tag::named(&format!("process {process} ({command:?})"))
+        });
+    let elsewhere = HeldElsewhere::new(held.saturating_add(refused.unaccounted), holder);
     ClaimShortage { room: refused.room().saturating_add(credit), elsewhere }
 }
 

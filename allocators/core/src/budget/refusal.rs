@@ -30,33 +30,42 @@ pub struct OutOfBudget {
 /// let refused = Budget::new("device 0", 64).charge(80).unwrap_err();
 /// assert_eq!(refused.elsewhere, HeldElsewhere::default());
 /// ```
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct HeldElsewhere {
-    /// Bytes that they hold in all.
-    pub bytes: u64,
-    /// The process that holds the most, or 0 if it is not known.
-    pub process: u32,
-    /// Its command, interned as a tag's name is.
-    pub command: Tag,
-    /// Bytes that it holds.
-    pub most: u64,
+    /// The bytes above the number of the holder's tag: a refusal is part of every error of this
+    /// library, which must stay small.
+    packed: u64,
 }
 
-impl Default for HeldElsewhere {
-    fn default() -> Self {
-        Self { bytes: 0, process: 0, command: Tag::NONE, most: 0 }
+impl HeldElsewhere {
+    /// The most bytes that are told.
+    const MOST: u64 = u64::MAX >> 16;
+
+    /// Creates the account of `bytes`, of which `holder` names the process that holds most, or is
+    /// [`Tag::NONE`].
+    #[must_use]
+    pub fn new(bytes: u64, holder: Tag) -> Self {
+        Self { packed: bytes.min(Self::MOST) << 16 | holder.index() as u64 }
+    }
+
+    /// Returns the bytes that they hold in all, at most 256 TiB.
+    #[must_use]
+    pub fn bytes(self) -> u64 {
+        self.packed >> 16
+    }
+
+    /// Returns the process that holds the most, with its command, if it is known.
+    #[must_use]
+    pub fn holder(self) -> Option<&'static str> {
+        let holder = Tag::from_index((self.packed & 0xffff) as usize)?;
+        (holder != Tag::NONE).then(|| holder.name())
     }
 }
 
 impl fmt::Display for HeldElsewhere {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { bytes, process, command, most } = *self;
-        write!(f, "other processes hold {}", Bytes(bytes))?;
-        match process {
-            0 => Ok(()),
-            // A command may have any characters, which `?` escapes.
-            _ => write!(f, ", process {process} most ({}, {:?})", Bytes(most), command.name()),
-        }
+        write!(f, "other processes hold {}", Bytes(self.bytes()))?;
+        self.holder().map_or(Ok(()), |holder| write!(f, ", most of it {holder}"))
     }
 }
 
@@ -93,14 +102,14 @@ impl OutOfBudget {
     #[must_use]
     pub fn kept(&self) -> u64 {
         let left = self.limit.saturating_sub(self.current).saturating_sub(self.remaining);
-        left.saturating_sub(self.elsewhere.bytes)
+        left.saturating_sub(self.elsewhere.bytes())
     }
 
     /// Returns whether the limit admits the charge, and other processes hold the bytes.
     #[must_use]
     pub fn is_held_elsewhere(&self) -> bool {
         let within = self.current.checked_add(self.requested).is_some_and(|all| all <= self.limit);
-        within && self.elsewhere.bytes > 0
+        within && self.elsewhere.bytes() > 0
     }
 }
 
@@ -121,7 +130,7 @@ impl fmt::Display for OutOfBudget {
             0 => {}
             kept => write!(f, ", {} kept for others", Bytes(kept))?,
         }
-        match self.elsewhere.bytes {
+        match self.elsewhere.bytes() {
             0 => Ok(()),
             _ => write!(f, "; {}", self.elsewhere),
         }

@@ -28,20 +28,12 @@ impl OutOfMemory {
     }
 }
 
-fn held_elsewhere(held: &HeldElsewhere) -> Value<'static> {
-    if held.bytes == 0 {
+fn held_elsewhere(held: HeldElsewhere) -> Value<'static> {
+    if held.bytes() == 0 {
         return Null;
     }
-    let process = match held.process {
-        0 => Null,
-        process => Number(process.into()),
-    };
-    Raw(serialise(&Object(&[
-        ("bytes", Number(held.bytes)),
-        ("process", process),
-        ("command", Text(held.command.name())),
-        ("most", Number(held.most)),
-    ])))
+    let holder = held.holder().map_or(Null, Text);
+    Raw(serialise(&Object(&[("bytes", Number(held.bytes())), ("holder", holder)])))
 }
 
 fn serialise_error(error: &OutOfMemory) -> String {
@@ -52,7 +44,7 @@ fn serialise_error(error: &OutOfMemory) -> String {
             ("current", Number(refused.current)),
             ("remaining", Number(refused.remaining)),
             ("limit", Number(refused.limit)),
-            ("elsewhere", held_elsewhere(&refused.elsewhere)),
+            ("elsewhere", held_elsewhere(refused.elsewhere)),
         ])))
     });
     let driver = error.driver.as_ref().map_or(Null, |driver| {

@@ -219,6 +219,7 @@ impl<F: Foreign> Adopted<F> {
     /// [`Declined`] with this value in it: [`MemoryError::Busy`] while a use is open; the driver's;
     /// the library's.
     #[track_caller]
+    #[expect(clippy::result_large_err, reason = "it gives the whole value back")]
     pub fn into_inner(mut self) -> Result<F, Declined<Self>> {
         let _site = site::enter();
         let owner_stream = self.owner.timeline.clone();

@@ -169,7 +169,10 @@ fn describe(run: &ReportRun, holders: usize, alone: bool, lines: &mut Vec<String
             })
             .collect();
         let all = Of(analysis.failed as u64, "request");
-        lines.push(format!("  {all} failed in all: {}", groups.join(", ")));
+        let line = format!("{all} failed in all: {}", groups.join(", "));
+        for (part, text) in wrap(&line, WIDTH - 4).into_iter().enumerate() {
+            lines.push(format!("{}{text}", if part == 0 { "  " } else { "    " }));
+        }
     }
     for by in HolderGroup::ALL {
         let all = analysis.holders.by(by);
