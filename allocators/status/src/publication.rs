@@ -150,6 +150,8 @@ fn publish_in(folder: Option<PathBuf>) {
         Some(Ok(())) => PUBLISHED,
         Some(Err(error)) => {
             // A failed write cannot be reported anywhere.
+            let error = error.to_string();
+            let error = error.escape_debug();
             let _ = writeln!(io::stderr().lock(), "aquifer: no status is published: {error}");
             OFF
         }

@@ -361,6 +361,7 @@ impl HistoryBuilder {
             device: None,
             devices: Vec::new(),
             notes,
+            unreadable: 0,
             clock,
             end: self.end,
             events: self.events,

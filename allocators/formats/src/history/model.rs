@@ -258,6 +258,8 @@ pub struct MemoryHistory {
     pub devices: Vec<TraceDevice>,
     /// Notes on the input for the reader of a report.
     pub notes: Vec<String>,
+    /// Rows of a log that could not be read. What they allocate is missing here.
+    pub unreadable: u64,
     /// What times are.
     pub clock: HistoryClock,
     /// The time of the last event. The first is at 0.

@@ -12,7 +12,7 @@ use crate::{
         error::{Fault, Name, SnapshotError},
         events::{Columns, RowAction},
         log::{LogFacts, LogHeader},
-        log_event::{LogAction, LogEvent, LogPhase},
+        log_event::{LogAction, LogEvent, LogPhase, UNREADABLE},
         made,
         skips::Skips,
         snapshot::{Deed, Early, INCOMPLETE, Playback, PlayedEvent, Snapshot, SnapshotParts},
@@ -291,7 +291,11 @@ fn of_log(
     let LogFacts { format, tells_times, tells_devices, phases, notes, skips } = facts;
     let clock = if tells_times { HistoryClock::Microseconds } else { HistoryClock::Events };
     let facts = DeviceFacts { format, clock, tells_devices, tells_kinds: false, notes, phases };
-    of_devices(builders, facts, asked).map_err(|fault| skips.explain(TraceError::whole(fault)))
+    let unreadable = skips.count(UNREADABLE);
+    let mut histories = of_devices(builders, facts, asked)
+        .map_err(|fault| skips.explain(TraceError::whole(fault)))?;
+    histories.iter_mut().for_each(|history| history.unreadable = unreadable);
+    Ok(histories)
 }
 
 /// Converts a generated trace. Its steps are its clock.

@@ -263,6 +263,7 @@ impl Builder {
             device: None,
             devices: Vec::new(),
             notes: Vec::new(),
+            unreadable: 0,
             snapshot: None,
         })
     }

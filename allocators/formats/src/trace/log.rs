@@ -156,6 +156,8 @@ pub(super) fn trace(
         }
     })?;
     let LogFacts { format, tells_devices, notes, skips, .. } = facts;
+    let unreadable = skips.count(UNREADABLE);
     Trace::of_device(builders, (format, tells_devices, notes), device)
+        .map(|trace| Trace { unreadable, ..trace })
         .map_err(|fault| skips.explain(TraceError::whole(fault)))
 }

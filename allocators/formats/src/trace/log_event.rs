@@ -60,4 +60,4 @@ pub(crate) type LogPhase = (String, f64, f64, u32);
 pub(crate) type LogSink<'a> = dyn FnMut(&LogEvent<'_>) -> Result<(), Fault> + 'a;
 
 /// The kind of rows that do not have the form of their log.
-pub(super) const UNREADABLE: &str = "rows that cannot be read";
+pub(crate) const UNREADABLE: &str = "rows that cannot be read";

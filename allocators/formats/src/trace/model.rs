@@ -178,6 +178,8 @@ pub struct Trace {
     pub devices: Vec<u32>,
     /// Notes on the file for the reader of the result.
     pub notes: Vec<String>,
+    /// Rows of a log that could not be read. What they allocate is missing here.
+    pub unreadable: u64,
     /// Facts about the snapshot, if the input is one.
     pub snapshot: Option<SnapshotFacts>,
 }

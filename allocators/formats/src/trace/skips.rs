@@ -29,6 +29,11 @@ impl Skips {
         self.first.get_or_insert(TraceError { row, fault });
     }
 
+    /// Returns the count of one kind.
+    pub(crate) fn count(&self, kind: &str) -> u64 {
+        self.counts.iter().find(|(there, _)| *there == kind).map_or(0, |(_, count)| *count)
+    }
+
     /// Returns the counts in one line, if anything was passed over.
     pub(crate) fn note(&self) -> Option<String> {
         let counts: Vec<_> =

@@ -106,7 +106,8 @@ impl World {
         for (owner, blocks) in kept.into_iter().enumerate() {
             for block in blocks {
                 if let Ok(buffer) = DeviceBuffer::from_block(block) {
-                    self.live.push(Live { buffer, owner, of_tenant: false, content: None });
+                    let (of_tenant, of_thread, content) = (false, true, None);
+                    self.live.push(Live { buffer, owner, of_tenant, of_thread, content });
                 }
             }
         }

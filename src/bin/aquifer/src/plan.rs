@@ -39,6 +39,13 @@ pub(crate) enum PlanCommandError {
         /// The error in it.
         error: PlanError,
     },
+    /// A gate cannot check rows that cannot be read.
+    Unread {
+        /// The file.
+        path: PathBuf,
+        /// The number of such rows.
+        rows: u64,
+    },
     /// A plan is for one device, and the trace has several.
     SeveralDevices {
         /// The file.
@@ -66,6 +73,7 @@ impl fmt::Display for PlanCommandError {
                     names.join(", ")
                 )
             }
+            Self::Unread { path, rows } => trace_file::write_unread(f, path, *rows),
             Self::OutputIsTrace(path) => {
                 write!(f, "{} would replace the trace that is read", foreign::path(path))
             }
@@ -80,7 +88,7 @@ impl std::error::Error for PlanCommandError {
             Self::Trace { error, .. } => Some(error),
             Self::Blocks { error, .. } => Some(error),
             Self::Output(_, e) => Some(e),
-            Self::SeveralDevices { .. } | Self::OutputIsTrace(_) => None,
+            Self::SeveralDevices { .. } | Self::Unread { .. } | Self::OutputIsTrace(_) => None,
         }
     }
 }
@@ -120,6 +128,9 @@ pub(crate) fn run(args: &PlanArgs) -> Result<PlanReport, PlanCommandError> {
         .map_err(|error| PlanCommandError::Trace { path: path(), error })?;
     if trace.devices.len() > 1 && args.device_index.is_none() {
         return Err(PlanCommandError::SeveralDevices { path: path(), devices: trace.devices });
+    }
+    if args.check && trace.unreadable > 0 {
+        return Err(PlanCommandError::Unread { path: path(), rows: trace.unreadable });
     }
     progress.phase("planning");
     let mut options = PlanOptions::default();

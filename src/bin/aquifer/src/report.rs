@@ -57,6 +57,13 @@ pub(crate) enum ReportError {
         /// The error in it.
         error: TraceError,
     },
+    /// A gate cannot check rows that cannot be read.
+    Unread {
+        /// The file.
+        path: PathBuf,
+        /// The number of such rows.
+        rows: u64,
+    },
     /// The standard input is named twice.
     TwiceStandardInput,
     /// A trace for Perfetto is of one input.
@@ -91,6 +98,7 @@ impl fmt::Display for ReportError {
                 });
                 write!(f, "{first} and {second}: only memory of the same device can be compared")
             }
+            Self::Unread { path, rows } => trace_file::write_unread(f, path, *rows),
             Self::OutputIsInput(path) => {
                 write!(f, "{} would replace the trace that is read", foreign::path(path))
             }
@@ -138,6 +146,10 @@ pub(crate) fn run(args: &cli::Report) -> Result<ReportResult, ReportError> {
         progress.phase("reading:");
         let histories = read(path, args.device_index, &mut progress)
             .map_err(|error| ReportError::Input { path: path.clone(), error })?;
+        let rows = histories.first().map_or(0, |history| history.unreadable);
+        if args.fail_over.is_some() && rows > 0 {
+            return Err(ReportError::Unread { path: path.clone(), rows });
+        }
         let name = match path.file_name().filter(|_| path.as_os_str() != "-") {
             Some(name) => name.to_string_lossy().into_owned(),
             None => path.display().to_string(),

@@ -1,6 +1,6 @@
 //! `aquifer report` as a person runs it: text, JSON, the page, the trace for Perfetto, and errors.
 
-use crate::support::{Folder, data, number, program, snapshot, text};
+use crate::support::{Folder, aquifer, data, number, program, snapshot, text};
 use aquifer_core::{Budget, Recorder, event::TraceFile};
 use aquifer_device::{DevicePool, PoolConfig, Request};
 use aquifer_driver::{DeviceId, sim::Sim};
@@ -667,4 +667,32 @@ fn refused(output: &Output, expected: &str) {
     assert!(output.stdout.is_empty(), "{}", text(&output.stdout));
     assert!(said.starts_with("aquifer: ") && said.lines().count() == 1, "{said:?}");
     assert!(said.contains(expected), "{expected}: {said}");
+}
+
+#[test]
+fn a_gate_refuses_a_log_of_which_rows_cannot_be_read() {
+    let folder = Folder::new();
+    let log = folder.path("log.csv");
+    let good = "1,10:00:00.000001,allocate,0x7f0000000000,100,0\n";
+    let bad = "1,10:00:00.000002,allocate,0x7f0000100000,1GiB,0\n";
+    let gates = [
+        ["report", &log, "--fail-over", "1MiB"].as_slice(),
+        &["plan", &log, "--check", "--limit", "1MiB"],
+    ];
+    for (bad_rows, status) in [(0, 0), (3, 2)] {
+        let rows =
+            format!("Thread,Time,Action,Pointer,Size,Stream\n{good}{}", bad.repeat(bad_rows));
+        std::fs::write(&log, rows).expect("a log");
+        for gate in gates {
+            let ran = aquifer(gate);
+            assert_eq!(ran.status.code(), Some(status), "{gate:?}: {ran:?}");
+            let said = text(&ran.stderr);
+            assert_eq!(
+                said.contains("cannot check 3 rows that cannot be read"),
+                status == 2,
+                "{said}"
+            );
+        }
+    }
+    assert_eq!(aquifer(&["report", &log]).status.code(), Some(0), "without a gate it is a note");
 }
