@@ -114,7 +114,7 @@ fn main() -> Result<()> {
     let mut x: DeviceBuffer<i64> = pool.buffer(&s, count * times)?;
     let (slow, fast) = (upload(&s, &before, &mut x)?, upload(&s, &after, &mut x)?);
     let mut back = vec![0; count];
-    s.try_scope(|c| c.download(&x.slice(0..count)?, &mut back))?;
+    s.try_scope(|c| c.download(x.slice(0..count)?, &mut back))?;
     if back != after.concat()[..count] {
         return Err("numbers were lost on the way".into());
     }

@@ -107,7 +107,7 @@ impl Worker<'_> {
         let from = self.random.below(buffer.len() - len + 1);
         let part = buffer.slice(from..from + len).unwrap();
         let mut back = vec![!*byte; len];
-        s.try_scope(|c| c.download(&part, &mut back)).unwrap();
+        s.try_scope(|c| c.download(part, &mut back)).unwrap();
         assert_all(&back, *byte);
         self.counts.compared += len as u64;
     }
@@ -169,7 +169,7 @@ impl Worker<'_> {
             let mut back = vec![!self.steps[n]; LOOK];
             let s = self.stream();
             let part = self.grown.slice(n * step..n * step + LOOK).unwrap();
-            s.try_scope(|c| c.download(&part, &mut back)).unwrap();
+            s.try_scope(|c| c.download(part, &mut back)).unwrap();
             assert_all(&back, self.steps[n]);
             self.counts.compared += LOOK as u64;
         }

@@ -36,7 +36,7 @@ fn two_pools_take_turns_with_memory_that_holds_one_of_them_and_no_byte_is_wrong(
         let mut back = vec![0; 1 << 20];
         let end = (1 << 30) - back.len();
         streams[at]
-            .scope(|c| c.download(&buffer.slice(end..1 << 30).unwrap(), &mut back))
+            .scope(|c| c.download(buffer.slice(end..1 << 30).unwrap(), &mut back))
             .unwrap()
             .unwrap();
         assert!(back.iter().all(|&byte| byte == round));

@@ -174,7 +174,7 @@ fn rows_and_values_of_every_size_reach_the_gpu() {
     let mut tile: DeviceBuffer<u32> = gpu.pool().buffer(&s, 64 * 16).unwrap();
     let grid = Grid::new(64, 16).source_pitch(1920);
     s.scope(|c| c.upload(&image, &mut x)).unwrap().unwrap();
-    s.copy_2d(&x.slice(1920 * 7 + 30..image.len()).unwrap(), &mut tile, grid).unwrap();
+    s.copy_2d(x.slice(1920 * 7 + 30..image.len()).unwrap(), &mut tile, grid).unwrap();
     let expected: Vec<u32> =
         (0..16).flat_map(|row| (0..64).map(move |i| (7 + row) * 1920 + 30 + i)).collect();
     assert_eq!(download(&s, &tile), expected);

@@ -59,7 +59,7 @@ fn is_all(s: &Stream, buffer: &DeviceBuffer<u8>, byte: u8) -> bool {
 fn received_is_all(s: &Stream, block: &ReceivedBlock, byte: u8) -> bool {
     let mut back = vec![0; block.bytes() as usize];
     let all = block.slice::<u8>(0..back.len()).unwrap();
-    s.scope(|c| c.download(&all, &mut back)).unwrap().unwrap();
+    s.scope(|c| c.download(all, &mut back)).unwrap().unwrap();
     back.iter().all(|&found| found == byte)
 }
 
@@ -240,7 +240,7 @@ fn two_processes_share_a_block_by_name_and_one_keeps_it_when_the_other_is_killed
     let is_served = |block: &ReceivedBlock, seed: u8| {
         let mut back = vec![0; block.bytes() as usize];
         let all = block.slice::<u8>(0..back.len()).unwrap();
-        s.scope(|c| c.download(&all, &mut back)).unwrap().unwrap();
+        s.scope(|c| c.download(all, &mut back)).unwrap().unwrap();
         back.iter().enumerate().all(|(at, &found)| found == served_byte(at, seed))
     };
     let first = served();

@@ -32,7 +32,7 @@ fn fill(s: &Stream, block: &mut StableBlock, byte: u8) {
 fn read(s: &Stream, block: &StableBlock) -> Vec<u8> {
     let len = block.bytes() as usize;
     let mut back = vec![0; len];
-    s.scope(|c| c.download(&block.slice::<u8>(0..len).unwrap(), &mut back)).unwrap().unwrap();
+    s.scope(|c| c.download(block.slice::<u8>(0..len).unwrap(), &mut back)).unwrap().unwrap();
     back
 }
 
@@ -127,7 +127,7 @@ fn reserved_elements_grow_and_shrink_while_other_work_runs_on_what_is_committed(
     for round in 1..16_u8 {
         let at = usize::from(round - 1) * part;
         // While the copy of one part is queued, the next one is decommitted and committed again.
-        s.scope(|c| c.download(&r.slice(at..at + part).unwrap(), &mut back)).unwrap().unwrap();
+        s.scope(|c| c.download(r.slice(at..at + part).unwrap(), &mut back)).unwrap().unwrap();
         assert!(back.iter().all(|&byte| byte == round), "part {round}");
         u.fill(&mut r.slice_mut(at..at + part).unwrap(), 0xee).unwrap();
         assert_eq!(r.decommit(at..at + part), Ok(part as u64));
@@ -138,6 +138,6 @@ fn reserved_elements_grow_and_shrink_while_other_work_runs_on_what_is_committed(
     assert_eq!(pool.budget().used(), part as u64);
     r.commit_to(part).unwrap();
     s.fill(&mut r.slice_mut(0..part).unwrap(), 9).unwrap();
-    s.scope(|c| c.download(&r.slice(0..part).unwrap(), &mut back)).unwrap().unwrap();
+    s.scope(|c| c.download(r.slice(0..part).unwrap(), &mut back)).unwrap().unwrap();
     assert!(back.iter().all(|&byte| byte == 9));
 }

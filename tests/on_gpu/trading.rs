@@ -53,7 +53,7 @@ fn a_server() {
                     for (back, end) in back.iter_mut().zip(ends) {
                         let end = sequence.slice(end).unwrap();
                         let back = std::slice::from_mut(back);
-                        s.scope(|c| c.download(&end, back)).unwrap().unwrap();
+                        s.scope(|c| c.download(end, back)).unwrap().unwrap();
                     }
                     assert_eq!(back, [number; 2], "its own bytes");
                 }

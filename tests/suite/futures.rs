@@ -234,7 +234,7 @@ fn a_poll_of_an_allocation_does_not_wait_for_queued_work_but_its_task_is_woken_a
     let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
     let x: DeviceBuffer<u8> = pool.buffer(&s, 48 * MIB).unwrap();
     let mut y: DeviceBuffer<u8> = pool.buffer(&u, 8 * MIB).unwrap();
-    u.copy(&x.slice(0..8 * MIB).unwrap(), &mut y).unwrap();
+    u.copy(x.slice(0..8 * MIB).unwrap(), &mut y).unwrap();
     drop(x);
     let mut waiting = pool.alloc_async(&u, mib(40));
     // Memory in use may be taken with a wait on the device, but the host must not wait.

@@ -231,7 +231,7 @@ impl Tally {
 fn look(s: &Stream, buffer: &DeviceBuffer<u32>, number: u32) -> aquifer::error::Result<u64> {
     let mut back = vec![!number; buffer.len().min(1 << 16)];
     let from = buffer.len() - back.len();
-    s.scope(|c| c.download(&buffer.slice(from..buffer.len())?, &mut back))??;
+    s.scope(|c| c.download(buffer.slice(from..buffer.len())?, &mut back))??;
     assert!(back.iter().all(|&n| n == number), "wrong bytes on {}", s.device());
     Ok(4 * back.len() as u64)
 }

@@ -675,14 +675,13 @@ fn a_gate_refuses_a_log_of_which_rows_cannot_be_read() {
     let log = folder.path("log.csv");
     let good = "1,10:00:00.000001,allocate,0x7f0000000000,100,0\n";
     let bad = "1,10:00:00.000002,allocate,0x7f0000100000,1GiB,0\n";
-    let gates = [
-        ["report", &log, "--fail-over", "1MiB"].as_slice(),
-        &["plan", &log, "--check", "--limit", "1MiB"],
-    ];
+    let report_gate = ["report", &log, "--fail-over", "1MiB"];
+    let plan_gate = ["plan", &log, "--check", "--limit", "1MiB"];
+    let gates: [&[&str]; 2] = [&report_gate, &plan_gate];
     for (bad_rows, status) in [(0, 0), (3, 2)] {
         let rows =
             format!("Thread,Time,Action,Pointer,Size,Stream\n{good}{}", bad.repeat(bad_rows));
-        std::fs::write(&log, rows).expect("a log");
+        fs::write(&log, rows).expect("a log");
         for gate in gates {
             let ran = aquifer(gate);
             assert_eq!(ran.status.code(), Some(status), "{gate:?}: {ran:?}");
@@ -694,5 +693,5 @@ fn a_gate_refuses_a_log_of_which_rows_cannot_be_read() {
             );
         }
     }
-    assert_eq!(aquifer(&["report", &log]).status.code(), Some(0), "without a gate it is a note");
+    assert_eq!(aquifer(["report", &log]).status.code(), Some(0), "without a gate it is a note");
 }
