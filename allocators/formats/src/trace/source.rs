@@ -59,7 +59,7 @@ impl TraceSource {
     }
 
     /// Returns the next row and its number, counted from 1, or `None` at the end. A mark of the
-    /// byte order before the first row is no part of it.
+    /// byte order before the first row is left out.
     ///
     /// After [`Fault::NoText`] and [`Fault::CutRow`], the next call returns the row after it.
     pub(crate) fn next_row(&mut self) -> Result<Option<(u64, &str)>, TraceError> {
