@@ -93,10 +93,7 @@ pub mod driver {
 
 /// The errors of drivers and systems, and the advice of an [`OutOfMemory`].
 pub mod error {
-    pub use aquifer_core::{
-        DriverError, NoGpu, Result, SystemError,
-        error::{HeldElsewhere, Remedy},
-    };
+    pub use aquifer_core::{DriverError, NoGpu, Result, SystemError, error::Remedy};
 }
 
 /// Accounts, limits and reports of the [`Global`] allocator: [`aquifer_global`].

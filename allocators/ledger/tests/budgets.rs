@@ -149,20 +149,20 @@ fn a_refusal_tells_what_others_hold_from_what_is_kept_for_them_and_names_the_lar
     let _in_use = [(&large, 50), (&small, 5)].map(|(of, b)| of.budget().charge(b).unwrap());
     let other = scratch.budget(Share::new());
     let refused = other.budget().charge(40).unwrap_err();
-    let held = refused.elsewhere;
+    let (held, holder) = (refused.held_elsewhere(), refused.largest_holder());
     let own = process::id();
-    assert_eq!(held.bytes(), 55, "{refused}");
+    assert_eq!(held, 55, "{refused}");
     assert_eq!((refused.remaining, refused.kept()), (35, 10), "{refused}");
     // As a pool tells it, which asks the ledger again.
     assert_eq!(other.budget().refusal(40), Some(refused));
-    let holder = format!("other processes hold 55 B, most of it process {own} (\"");
+    let hold = format!("other processes hold 55 B, most of it process {own} (\"");
     let text = refused.to_string();
-    assert!(text.contains(", 10 B kept for others; ") && text.contains(&holder), "{text}");
+    assert!(text.contains(", 10 B kept for others; ") && text.contains(&hold), "{text}");
 
     let mut error = OutOfMemory::new("device 0".into(), 40);
     error.refused = Some(refused);
-    assert_eq!(error.remedy(), Remedy::FreeElsewhere { place: "device 0", held: Some(held) });
-    let remedy = format!("free memory that other programs hold on device 0: {holder}");
+    assert_eq!(error.remedy(), Remedy::FreeElsewhere { place: "device 0", held, holder });
+    let remedy = format!("free memory that other programs hold on device 0: {hold}");
     assert!(error.to_string().contains(&remedy), "{error}");
     let json = format!(r#""elsewhere":{{"bytes":55,"holder":"process {own} (\""#);
     assert!(error.to_json().contains(&json), "{}", error.to_json());

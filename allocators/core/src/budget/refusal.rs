@@ -18,18 +18,15 @@ pub struct OutOfBudget {
     pub remaining: u64,
     /// Its limit, in bytes.
     pub limit: u64,
-    /// What other processes hold, if they share the capacity and stand in the way.
+    /// What other processes hold, if they share the capacity and stand in the way:
+    /// [`OutOfBudget::held_elsewhere`] and [`OutOfBudget::largest_holder`].
+    #[doc(hidden)]
     pub elsewhere: HeldElsewhere,
 }
 
 /// What other processes hold of a capacity that a root budget shares with them. All of it is 0 for
 /// other budgets.
-///
-/// ```
-/// use aquifer::{Budget, error::HeldElsewhere};
-/// let refused = Budget::new("device 0", 64).charge(80).unwrap_err();
-/// assert_eq!(refused.elsewhere, HeldElsewhere::default());
-/// ```
+#[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct HeldElsewhere {
     /// The bytes above the number of the holder's tag: a refusal is part of every error of this
@@ -98,11 +95,25 @@ impl OutOfBudget {
     }
 
     /// Returns the bytes below the limit that are kept for others: guaranteed to them, or waited
-    /// for by them. What other processes [hold](OutOfBudget::elsewhere) is not among them.
+    /// for by them. What other processes [hold](OutOfBudget::held_elsewhere) is not among them.
     #[must_use]
     pub fn kept(&self) -> u64 {
         let left = self.limit.saturating_sub(self.current).saturating_sub(self.remaining);
         left.saturating_sub(self.elsewhere.bytes())
+    }
+
+    /// Returns the bytes that other processes hold of the capacity that they share with this
+    /// budget, if they stand in the way: at most 256 TiB.
+    #[must_use]
+    pub fn held_elsewhere(&self) -> u64 {
+        self.elsewhere.bytes()
+    }
+
+    /// Returns the process that holds the most of [these bytes](OutOfBudget::held_elsewhere), with
+    /// its command, if it is known.
+    #[must_use]
+    pub fn largest_holder(&self) -> Option<&'static str> {
+        self.elsewhere.holder()
     }
 
     /// Returns whether the limit admits the charge, and other processes hold the bytes.

@@ -3,7 +3,7 @@
 use super::OutOfMemory;
 use crate::{
     Bytes, OutOfBudget,
-    budget::{HeldElsewhere, Holding, Raise},
+    budget::{Holding, Raise},
 };
 use std::fmt;
 
@@ -93,8 +93,10 @@ pub enum Remedy<'a> {
     FreeElsewhere {
         /// The place where it is missing.
         place: &'a str,
-        /// What they hold, if they share it by a ledger.
-        held: Option<HeldElsewhere>,
+        /// Bytes that they hold, if they share it by a ledger, and otherwise 0.
+        held: u64,
+        /// The process that holds the most of these, with its command, if it is known.
+        holder: Option<&'static str>,
     },
 }
 
@@ -188,14 +190,15 @@ impl<'a> Remedy<'a> {
             }
         }
         if let Some(refused) = refused.filter(|refused| refused.is_held_elsewhere()) {
-            return Self::FreeElsewhere { place: &error.place, held: Some(refused.elsewhere) };
+            let (held, holder) = (refused.held_elsewhere(), refused.largest_holder());
+            return Self::FreeElsewhere { place: &error.place, held, holder };
         }
         match (error.holders.first(), raise) {
             (Some(&holder), raise) if error.live == 0 || error.live >= missing => {
                 Self::Free { holder, missing, or_raise: raise.filter(within) }
             }
             (_, Some(raise)) => Self::Raise { raise },
-            (_, None) => Self::FreeElsewhere { place: &error.place, held: None },
+            (_, None) => Self::FreeElsewhere { place: &error.place, held: 0, holder: None },
         }
     }
 }
@@ -265,9 +268,12 @@ impl fmt::Display for Remedy<'_> {
                 }
             }
             Self::Raise { raise } => write!(f, "{raise}"),
-            Self::FreeElsewhere { place, held } => {
+            Self::FreeElsewhere { place, held, holder } => {
                 write!(f, "free memory that other programs hold on {place}")?;
-                held.map_or(Ok(()), |held| write!(f, ": {held}"))
+                if held > 0 {
+                    write!(f, ": other processes hold {}", Bytes(held))?;
+                }
+                holder.map_or(Ok(()), |holder| write!(f, ", most of it {holder}"))
             }
         }
     }
