@@ -329,8 +329,9 @@ impl World {
         assert!(stats.live + stats.cached + stats.pending <= stats.physical, "{stats:?}");
         assert!(stats.plan_hits <= self.allocations, "{stats:?}");
         assert!(stats.plan_overlaps <= stats.plan_strays, "{stats:?}");
-        let streams = self.rig.streams.len();
-        self.peaks.check(&self.rig.pool, &stats, streams.max(2), (None, Some(requested)));
+        // The plan counts as one more.
+        let streams = self.rig.streams.len() + 1;
+        self.peaks.check(&self.rig.pool, &stats, streams, (None, Some(requested)));
     }
 
     fn finish(mut self) {
