@@ -25,7 +25,7 @@ pub struct OutOfBudget {
 }
 
 /// What other processes hold of a capacity that a root budget shares with them. All of it is 0 for
-/// other budgets.
+/// other budgets. [`OutOfBudget`] tells it.
 #[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct HeldElsewhere {
