@@ -152,11 +152,11 @@ impl Event {
     ///
     /// ```
     /// use aquifer::{Budget, DeviceId, Tag};
-    /// use aquifer::event::{Action, MemoryLocation, NullSink, Recorder};
+    /// use aquifer::event::{Action, MemoryLocation, Recorder, TracingSink};
     /// let all = Budget::new("all tenants", 60);
     /// let tenant = all.child("tenant a", 100);
     /// let refused = tenant.charge(80).unwrap_err();
-    /// let recorder = Recorder::new(std::sync::Arc::new(NullSink));
+    /// let recorder = Recorder::new(std::sync::Arc::new(TracingSink));
     /// let place = MemoryLocation::Device(DeviceId(0));
     /// let event = recorder.event(Action::Fail, place, 0, 0, 80, Tag::NONE);
     /// let event = event.refused(refused.budget, tenant.name());
