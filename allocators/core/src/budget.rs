@@ -82,7 +82,7 @@ mod level_hooks;
 mod node;
 mod reclaim;
 pub(crate) mod reclaimer;
-mod refusal;
+pub(crate) mod refusal;
 mod registration;
 mod reserve_all;
 mod shared;

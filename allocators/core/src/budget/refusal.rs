@@ -61,9 +61,18 @@ impl HeldElsewhere {
 
 impl fmt::Display for HeldElsewhere {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "other processes hold {}", Bytes(self.bytes()))?;
-        self.holder().map_or(Ok(()), |holder| write!(f, ", most of it {holder}"))
+        write_held(f, self.bytes(), self.holder())
     }
+}
+
+/// Writes what other processes hold, and the largest holder.
+pub(crate) fn write_held(
+    f: &mut fmt::Formatter<'_>,
+    bytes: u64,
+    holder: Option<&str>,
+) -> fmt::Result {
+    write!(f, "other processes hold {}", Bytes(bytes))?;
+    holder.map_or(Ok(()), |holder| write!(f, ", most of it {holder}"))
 }
 
 /// A limit that is too low for a charge.

@@ -3,7 +3,7 @@
 use super::OutOfMemory;
 use crate::{
     Bytes, OutOfBudget,
-    budget::{Holding, Raise},
+    budget::{Holding, Raise, refusal::write_held},
 };
 use std::fmt;
 
@@ -270,10 +270,11 @@ impl fmt::Display for Remedy<'_> {
             Self::Raise { raise } => write!(f, "{raise}"),
             Self::FreeElsewhere { place, held, holder } => {
                 write!(f, "free memory that other programs hold on {place}")?;
-                if held > 0 {
-                    write!(f, ": other processes hold {}", Bytes(held))?;
+                if held == 0 {
+                    return Ok(());
                 }
-                holder.map_or(Ok(()), |holder| write!(f, ", most of it {holder}"))
+                f.write_str(": ")?;
+                write_held(f, held, holder)
             }
         }
     }
