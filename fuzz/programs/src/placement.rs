@@ -61,9 +61,12 @@ impl DeviceSource for Others<'_> {
     type Held = Reservation;
 
     fn candidates(&self) -> Vec<Candidate<'_>> {
-        let devices = self.0.devices().map(|Seen { seen, health, .. }| {
+        let devices = self.0.devices().map(|Seen { seen, health, pool, .. }| {
             let mut candidate = seen;
-            candidate.free = if health == Health::Serving { seen.free } else { 0 };
+            // What the caches hold does not count. A placer counts it now and then, so that a
+            // request for a minimum of free bytes may be refused a moment later.
+            let free = pool.budget().remaining();
+            candidate.free = if health == Health::Serving { free } else { 0 };
             candidate
         });
         devices.collect()

@@ -48,4 +48,7 @@ regressions! {
     memory_of_a_block_whose_resume_was_undone_serves_any_stream_after_its_free: "park" [
         (10743036682643789319, 5174),
     ];
+    a_group_has_room_where_it_was_held_over_the_same_devices: "placement" [
+        (2358099568764263775, 13674),
+    ];
 }
