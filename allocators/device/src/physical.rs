@@ -28,7 +28,7 @@ use aquifer_core::{
 use aquifer_heap::{HeapBlock, Range};
 use aquifer_stream::Timeline;
 use handle::{Handle, HeldBytes};
-use options::{GapOutcome, PlaceOptions, PlaceOutcome};
+use options::{PlaceOptions, PlaceOutcome};
 use std::{fmt, sync::Arc, time::Duration};
 
 /// The physical memory of a pool, of one of the two kinds. It is called on slow paths only.
@@ -62,17 +62,6 @@ pub(crate) trait Physical: fmt::Debug + Send + Sync {
         fit: Fit,
         outcome: &mut PlaceOutcome<'_>,
     ) -> Result<Option<HeapBlock>>;
-
-    /// Maps handles from under free memory of `donors` at the highest addresses into the lowest gap
-    /// that moves have left. `cache` gets the memory. Never blocks.
-    fn close_gap(
-        &self,
-        _cache: &'static StreamCache,
-        _donors: &[&'static StreamCache],
-        _outcome: &mut PlaceOutcome<'_>,
-    ) -> Result<GapOutcome> {
-        Ok(GapOutcome::NoGap)
-    }
 
     /// Returns the bytes that a trim of the caches could release now.
     fn idle(&self, caches: &[&'static StreamCache]) -> u64;

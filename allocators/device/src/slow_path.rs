@@ -19,19 +19,12 @@
 //! 7. step 5 again, and the others may now wait until the deadline;
 //! 8. an error that names the causes.
 //!
-//! While free memory is shared, the shared free list is searched before step 2 as well, after it
-//! has got what the stream itself has freed. That is enough for most blocks.
-//!
-//! Near the limit, gaps that moves have left are closed before a block is allocated, while much is
-//! free: see [`gaps`].
-//!
 //! If another thread had memory in transfer between caches meanwhile, the request waits for the end
 //! of the transfer and repeats the steps. The deadline is that of the request, which
 //! [`crate::base::waits`] keeps for its thread.
 //!
 //! Stable and reserved memory, which needs new handles, goes through steps 5 to 8 as well.
 
-mod gaps;
 mod oom;
 mod progress;
 mod room;
@@ -263,16 +256,8 @@ impl PoolCore {
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
         (progress.move_counts, progress.own_moves) = (self.move_counts(), 0);
-        let _counted = self.sharing_policy.enter_slow_path();
         let sharing = self.config.adoption != Adoption::Never;
         let own = [cache];
-        if sharing
-            && self.sharing_policy.searches_shared_first()
-            && let Some(block) =
-                self.allocate_shared(cache, &own, request, Granularity::Units, progress)
-        {
-            return Ok(Some(block));
-        }
         self.dedicated.reap_nonblocking();
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
@@ -295,7 +280,6 @@ impl PoolCore {
         {
             return Ok(Some(block));
         }
-        self.sharing_policy.record_no_room();
         let steps = match self.sharing_policy.growth_order(request.size()) {
             GrowthOrder::GrowFirst => GROW_FIRST,
             GrowthOrder::ReuseFirst => REUSE_FIRST,
@@ -457,10 +441,6 @@ impl PoolCore {
         count(&self.counters.growths, u64::from(outcome.grown > 0));
         count(&self.counters.adoptions, u64::from(outcome.adopted > 0));
         count(&self.counters.moves, outcome.moves);
-        self.sharing_policy.record_moves(outcome.moves);
-        if self.sharing_policy.gaps.open(outcome.moves) {
-            self.add_full_path_reason();
-        }
         count(&self.counters.stream_waits, outcome.waits);
         self.report_held(BlockKind::Cached);
         if outcome.adopted > 0 {

@@ -48,16 +48,11 @@
 //! large handle that is free but does not fit where memory is missing is released to the driver,
 //! its charge is kept, and new handles of the right size are created with that charge.
 //!
-//! **Gaps.** A move leaves bare addresses, and blocks next to them end within handles, whose rest
-//! is lost. Near the limit, while much is free, handles at the highest addresses move into the
-//! lowest gaps: [`Mapped::close_gap`].
-//!
 //! A mutex protects the table. It is never held during a driver call. While calls are made, the
 //! memory they concern is in no cache, so no other thread can reach it.
 
 mod claim;
 mod free_ranges;
-mod gaps;
 mod interface;
 mod mapping;
 mod place;

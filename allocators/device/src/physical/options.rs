@@ -30,17 +30,6 @@ pub(crate) struct PlaceOptions {
     pub(crate) bounded: bool,
 }
 
-/// The result of an attempt to close a gap.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum GapOutcome {
-    /// At least a part of the lowest gap is closed.
-    Closed,
-    /// No handle that could be mapped there is free.
-    NoHandle,
-    /// There is no gap.
-    NoGap,
-}
-
 /// The result of an attempt to place a block.
 #[derive(Default, Debug)]
 pub(crate) struct PlaceOutcome<'a> {

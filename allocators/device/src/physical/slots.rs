@@ -73,14 +73,6 @@ impl Slots {
         self.free.iter().map(|(&first, &count)| (first, count))
     }
 
-    /// Returns the lowest run of at most `most` unclaimed slots that has a mapping behind it: first
-    /// and count.
-    pub(crate) fn lowest_gap(&self, most: u64) -> Option<(u64, u64)> {
-        let (last, _) = self.mapped.last_key_value()?;
-        let mut gaps = self.free_runs().take_while(|(first, _)| first < last);
-        gaps.find(|&(_, count)| count <= most)
-    }
-
     /// Claims `count` unclaimed slots from `first` on.
     pub(crate) fn claim(&mut self, first: u64, count: u64) {
         let Some((&start, &len)) = self.free.range(..=first).next_back() else { return };
@@ -183,19 +175,6 @@ mod tests {
         slots.release(6, 2);
         slots.release(4, 2);
         assert_eq!(slots.free_runs().collect::<Vec<_>>(), [(2, 6)]);
-    }
-
-    #[test]
-    fn a_gap_is_free_and_has_a_mapping_behind_it() {
-        let mut slots = Slots::new(20);
-        slots.claim(3, 2);
-        assert_eq!(slots.lowest_gap(20), None, "nothing is mapped");
-        slots.claim(9, 1);
-        slots.map(mapping(9, 1));
-        assert_eq!(slots.lowest_gap(20), Some((0, 3)));
-        assert_eq!(slots.lowest_gap(2), None, "both are longer, and behind slot 9 is no gap");
-        slots.claim(6, 2);
-        assert_eq!(slots.lowest_gap(2), Some((5, 1)), "the lowest of at most two slots");
     }
 
     #[test]

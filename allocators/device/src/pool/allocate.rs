@@ -4,7 +4,6 @@ use crate::{
     Block, Request, Resource,
     pool_core::PoolCore,
     request::{MAX_BYTES, ValidateRequest},
-    stream_cache::StreamCache,
 };
 use aquifer_core::{MemoryError, Reservation, Result};
 use aquifer_driver::site;
@@ -31,7 +30,7 @@ impl PoolCore {
     #[track_caller]
     #[inline]
     pub(crate) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
-        let cache = self.cache_without_gaps(stream, &request)?;
+        let cache = self.cache_for(stream)?;
         match self.try_cache(cache, &request) {
             Some(block) => Ok(block),
             None => {
@@ -39,20 +38,6 @@ impl PoolCore {
                 self.allocate_slow(cache, &request, None)
             }
         }
-    }
-
-    /// Returns the cache of a stream, after it has closed gaps if it is time to.
-    #[inline]
-    fn cache_without_gaps(
-        self: &Arc<Self>,
-        stream: &Stream,
-        request: &Request,
-    ) -> Result<&'static StreamCache> {
-        let cache = self.cache_for(stream)?;
-        if self.sharing_policy.gaps.may_close(request.size()) {
-            self.close_gaps(cache);
-        }
-        Ok(cache)
     }
 
     /// As [`PoolCore::allocate`], and draws new memory from `held` first, which goes down by
@@ -67,7 +52,7 @@ impl PoolCore {
     ) -> Result<Block> {
         let remaining = || held.lock().unwrap_or_else(PoisonError::into_inner).remaining();
         let before = remaining();
-        let cache = self.cache_without_gaps(stream, &request)?;
+        let cache = self.cache_for(stream)?;
         let block = match self.try_cache(cache, &request) {
             Some(block) => block,
             None => {

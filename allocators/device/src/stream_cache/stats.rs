@@ -9,11 +9,7 @@ impl CacheState {
     /// Returns the bytes of live blocks, and the bytes that are free or pending.
     pub(crate) fn footprint(&self) -> CacheFootprint {
         let live = self.live();
-        CacheFootprint {
-            live,
-            free: self.heap.managed_bytes() - live,
-            allocations: self.usage.allocations,
-        }
+        CacheFootprint { live, free: self.heap.managed_bytes() - live }
     }
 
     /// Returns the memory of the cache's stream. Returns `None` if the cache has no stream, or if

@@ -43,10 +43,10 @@ fn handles_get_small_as_the_limit_comes_near() {
     // What is left when a block of 128 MiB is requested, and the handles that back it.
     for (left, handles) in [
         (512 * GIB, 2),
-        (256 * GIB, 2),
-        (255 * GIB, 4),
-        (16 * GIB, 32),
-        (15 * GIB, 64),
+        (64 * GIB, 2),
+        (63 * GIB, 4),
+        (4 * GIB, 32),
+        (3 * GIB, 64),
         (128 * MIB, 64),
     ] {
         rig.budget.set_limit(rig.budget.used() + left);

@@ -202,19 +202,19 @@ fn a_pool_that_compacts_moves_memory_in_use_before_it_exceeds_its_bound() {
 #[test]
 fn while_memory_is_ample_a_stream_takes_over_only_large_blocks() {
     // Taking a small block is not worth the cost for the other stream.
-    for (mib, freed, more, taken_over) in [
-        (16, 1, 4, false),
-        (16, 1, 0, true),
-        (16, 2, 0, true),
-        (8, 1, 4, false),
-        (8, 1, 0, true),
-        (4, 1, 0, false),
-        (4, 2, 0, false),
+    for (mib, count, freed, more, taken_over) in [
+        (16, 3, 1, 4, false),
+        (16, 3, 1, 0, true),
+        (16, 3, 2, 0, true),
+        (8, 4, 1, 4, false),
+        (8, 4, 1, 0, false),
+        (4, 4, 1, 0, false),
+        (4, 4, 2, 0, false),
     ] {
         let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
         let (s, u) = (rig.stream(), rig.stream());
         // The blocks are not adjacent, and their work is done.
-        let mut blocks: Vec<_> = (0..4).map(|_| take(&rig, &s, mib)).collect();
+        let mut blocks: Vec<_> = (0..count).map(|_| take(&rig, &s, mib)).collect();
         let free: Vec<_> = blocks.drain(..freed).map(|block| block.address()).collect();
         let _more = (more > 0).then(|| take(&rig, &u, more));
         let held = rig.budget.used();
@@ -222,7 +222,7 @@ fn while_memory_is_ample_a_stream_takes_over_only_large_blocks() {
         assert_eq!(
             free.contains(&block.address()),
             taken_over,
-            "{mib} MiB, {freed} of 4 are free, {more} more"
+            "{mib} MiB, {freed} of {count} are free, {more} more"
         );
         assert_eq!(rig.pool.stats().adoptions > 0, taken_over);
         assert_eq!(rig.budget.used(), if taken_over { held } else { held + mib * MIB });
@@ -711,5 +711,5 @@ fn small_blocks_of_streams_that_grow_in_turn_stay_within_the_bound_and_rarely_ch
     assert!(stats.adoptions * 50 < stats.allocations, "{stats:?}");
     assert_eq!(stats.moves, 0);
     let stats = rounds(false);
-    assert!(stats.peak_physical * 2 > stats.peak_live * 3, "there is a bound to keep: {stats:?}");
+    assert!(stats.peak_physical * 16 > stats.peak_live * 17, "there is a bound to keep: {stats:?}");
 }

@@ -12,7 +12,6 @@ mod empty;
 mod extremes;
 mod figures;
 mod foreign;
-mod gaps;
 mod giving_way;
 mod gone;
 mod graph_launches;

@@ -7,7 +7,7 @@ use crate::{
     physical::{
         Physical,
         handle::{Handle, HeldBytes},
-        options::{GapOutcome, PlaceOptions, PlaceOutcome},
+        options::{PlaceOptions, PlaceOutcome},
     },
     sharing_policy::{Fit, Granularity},
     stream_cache::StreamCache,
@@ -56,15 +56,6 @@ impl Physical for Mapped {
         outcome: &mut PlaceOutcome<'_>,
     ) -> Result<Option<HeapBlock>> {
         self.place(cache, donors, request, options, fit, outcome)
-    }
-
-    fn close_gap(
-        &self,
-        cache: &'static StreamCache,
-        donors: &[&'static StreamCache],
-        outcome: &mut PlaceOutcome<'_>,
-    ) -> Result<GapOutcome> {
-        self.close_gap(cache, donors, outcome)
     }
 
     fn idle(&self, caches: &[&'static StreamCache]) -> u64 {
