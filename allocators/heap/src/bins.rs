@@ -19,6 +19,8 @@
 //!                B   C                      left: next open bit 0, right: 1
 //! ```
 
+use core::ops::ControlFlow;
+
 use crate::records::{NIL, Records};
 
 /// Bins per doubling, as a power of two.
@@ -282,6 +284,40 @@ impl Bins {
             at = if high == NIL { low } else { high };
         }
         Some(best)
+    }
+
+    /// Calls `visit` with each extent of at least `units`, until it breaks: smaller bins first, in
+    /// no order within one.
+    pub(crate) fn visit_from(
+        &self,
+        records: &Records,
+        units: u64,
+        visit: &mut impl FnMut(u32) -> ControlFlow<()>,
+    ) -> ControlFlow<()> {
+        let least = units << self.shift;
+        let mut next = self.next_used(bin_of(units).0);
+        while let Some(bin) = next {
+            Self::visit_tree(records, self.roots[bin], least, visit)?;
+            next = self.next_used(bin + 1);
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// As [`Bins::visit_from`], below the node `at`. A tree is at most as deep as a size has bits.
+    fn visit_tree(
+        records: &Records,
+        at: u32,
+        least: u64,
+        visit: &mut impl FnMut(u32) -> ControlFlow<()>,
+    ) -> ControlFlow<()> {
+        let node = &records[at];
+        let mut equal = if node.len >= least { at } else { NIL };
+        while equal != NIL {
+            visit(equal)?;
+            equal = records[equal].next_equal;
+        }
+        let children = node.children.into_iter().filter(|&child| child != NIL);
+        children.into_iter().try_for_each(|child| Self::visit_tree(records, child, least, visit))
     }
 
     /// Returns the first bin from `bin` on that is not empty.

@@ -1,6 +1,6 @@
 //! The general allocator: add ranges, allocate blocks, free by address.
 
-use core::fmt;
+use core::{fmt, iter::successors};
 
 use crate::bins::Bins;
 use crate::page_map::PageMap;
@@ -283,17 +283,24 @@ impl Heap {
         any
     }
 
+    /// Returns the free record below that would merge with the free record `id`, but for spares.
+    fn joined_below(&self, id: u32) -> Option<u32> {
+        let prev = self.records[id].prev;
+        let joined = prev != NIL && self.is_wholly_free(prev) && self.records.mergeable(prev, id);
+        joined.then_some(prev)
+    }
+
+    /// As [`joined_below`](Self::joined_below), above.
+    fn joined_above(&self, id: u32) -> Option<u32> {
+        let next = self.records[id].next;
+        let joined = next != NIL && self.is_wholly_free(next) && self.records.mergeable(id, next);
+        joined.then_some(next)
+    }
+
     /// Returns the free run that contains the free record `id`, as if all of it were merged.
     fn free_run_around(&self, id: u32) -> Extent {
-        let mut low = id;
-        loop {
-            let prev = self.records[low].prev;
-            if prev == NIL || !self.is_wholly_free(prev) || !self.records.mergeable(prev, low) {
-                break;
-            }
-            low = prev;
-        }
-        self.free_run_from(low).0
+        let low = successors(Some(id), |&at| self.joined_below(at)).last();
+        self.free_run_from(low.unwrap_or(id)).0
     }
 
     /// Returns the free run that begins with the free record `low`, and the record after it.
@@ -301,15 +308,12 @@ impl Heap {
         let mut range = self.records[low].range();
         let mut stamp = self.stamp_of(low);
         let mut at = low;
-        loop {
-            let next = self.records[at].next;
-            if next == NIL || !self.is_wholly_free(next) || !self.records.mergeable(at, next) {
-                return (Extent { range, stamp }, next);
-            }
+        while let Some(next) = self.joined_above(at) {
             range.len += self.records[next].len;
             stamp = stamp.max(self.stamp_of(next));
             at = next;
         }
+        (Extent { range, stamp }, self.records[at].next)
     }
 }
 

@@ -1,9 +1,10 @@
 //! Queries of a heap's contents.
 
-use core::iter::FusedIterator;
+use core::iter::{FusedIterator, successors};
+use core::ops::ControlFlow::{self, Continue};
 
 use super::Heap;
-use crate::records::NIL;
+use crate::records::{NIL, State};
 use crate::{Extent, HeapStats, Range};
 
 impl Heap {
@@ -14,6 +15,55 @@ impl Heap {
     #[must_use]
     pub fn free_extents(&self) -> FreeExtents<'_> {
         FreeExtents { heap: self, at: self.records.first() }
+    }
+
+    /// Calls `visit` with each free extent of at least `least` bytes, until it breaks. The cost
+    /// depends on these alone, and not on smaller ones or on live blocks. Smaller sizes come first,
+    /// in steps of a 32nd of a doubling.
+    ///
+    /// ```
+    /// use aquifer_heap::{Config, Heap, Range};
+    /// use core::ops::ControlFlow;
+    ///
+    /// let mut heap = Heap::new(Config::device());
+    /// heap.add(Range::new(0, 1 << 20), 0)?;
+    /// heap.add(Range::new(4 << 20, 8 << 20), 0)?;
+    /// let mut long = Vec::new();
+    /// let _ = heap.visit_free(2 << 20, |extent| {
+    ///     long.push(extent.range);
+    ///     ControlFlow::Continue(())
+    /// });
+    /// assert_eq!(long, [Range::new(4 << 20, 8 << 20)]);
+    /// # Ok::<(), aquifer_heap::HeapError>(())
+    /// ```
+    pub fn visit_free(
+        &self,
+        least: u64,
+        mut visit: impl FnMut(Extent) -> ControlFlow<()>,
+    ) -> ControlFlow<()> {
+        let units = least.div_ceil(self.config.unit).max(1);
+        self.bins.visit_from(&self.records, units, &mut |id| {
+            if self.leads(id, least) { visit(self.free_run_around(id)) } else { Continue(()) }
+        })?;
+        let mut spares = self.slabs.spares().map(|spare| self.slabs.slab(spare).record);
+        spares.try_for_each(|id| {
+            let run = self.free_run_around(id);
+            if run.range.len >= least && self.leads(id, least) { visit(run) } else { Continue(()) }
+        })
+    }
+
+    /// Returns whether a free run is visited at this record: the lowest that is long enough alone,
+    /// or the lowest spare if none is.
+    fn leads(&self, id: u32, least: u64) -> bool {
+        let record = |id: u32| &self.records[id];
+        let long = |id: u32| record(id).state == State::Free && record(id).len >= least;
+        let mut below = successors(self.joined_below(id), |&at| self.joined_below(at));
+        let mut above = successors(self.joined_above(id), |&at| self.joined_above(at));
+        if long(id) {
+            !below.any(long)
+        } else {
+            !below.any(|at| long(at) || record(at).state == State::Slab) && !above.any(long)
+        }
     }
 
     /// Returns the free extent that contains `address`.

@@ -20,6 +20,7 @@
 use std::collections::BTreeMap;
 
 use aquifer_heap::{Config, Extent, Heap, HeapBlock, HeapError, HeapStats, Range};
+use std::ops::ControlFlow;
 
 /// Units of a window.
 pub(crate) const WINDOW: u64 = 512;
@@ -192,7 +193,17 @@ impl Shadow {
     }
 
     fn sight(&self) -> Sight {
-        Sight { stats: self.heap.stats(), extents: self.heap.free_extents().collect() }
+        let (stats, extents) = (self.heap.stats(), self.heap.free_extents().collect::<Vec<_>>());
+        for least in [1, stats.largest_free / 2 + 1, stats.largest_free] {
+            let mut long = Vec::new();
+            let _ = self.heap.visit_free(least, |extent| {
+                long.push(extent);
+                ControlFlow::Continue(())
+            });
+            long.sort_by_key(|extent| extent.range.start);
+            assert!(extents.iter().filter(|extent| extent.range.len >= least).eq(&long));
+        }
+        Sight { stats, extents }
     }
 
     fn add(&mut self, range: Range, stamp: u64, segment: bool) -> bool {
