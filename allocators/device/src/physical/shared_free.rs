@@ -53,6 +53,19 @@ impl SharedFreeList {
         self.chunks.iter().flat_map(|chunk| chunk.spans.iter().copied().zip(&chunk.deps))
     }
 
+    /// An iterator over the ranges of at least `least` bytes, by address.
+    pub(crate) fn from(&self, least: u64) -> impl Iterator<Item = (Range, &StreamDeps)> {
+        let chunks = self.chunks.iter().filter(move |chunk| chunk.longest >= least);
+        let ranges = chunks.flat_map(|chunk| chunk.spans.iter().copied().zip(&chunk.deps));
+        ranges.filter(move |(range, _)| range.len >= least)
+    }
+
+    /// Returns the range that contains `address`.
+    pub(crate) fn at(&self, address: u64) -> Option<(Range, &StreamDeps)> {
+        let (chunk, at) = self.below(address).filter(|&at| self.span(at).contains(address))?;
+        Some((self.chunks[chunk].spans[at], &self.chunks[chunk].deps[at]))
+    }
+
     /// Removes dependencies that are done, and with them references to streams that are otherwise
     /// unused.
     pub(crate) fn forget_done(&mut self) {
@@ -63,7 +76,7 @@ impl SharedFreeList {
 
     /// Returns whether an address is in a free range.
     pub(crate) fn covers(&self, address: u64) -> bool {
-        self.below(address).is_some_and(|below| self.span(below).contains(address))
+        self.at(address).is_some()
     }
 
     /// Returns the last range that begins at `address` or below.
@@ -161,23 +174,15 @@ impl SharedFreeList {
         grid: Grid,
         ready: impl Fn(&StreamDeps) -> bool,
     ) -> Option<Range> {
-        let mut best: Option<(u64, Range)> = None;
-        for chunk in self.chunks.iter().filter(|chunk| chunk.longest >= bytes) {
-            for (span, deps) in chunk.spans.iter().zip(&chunk.deps) {
-                let range = Range { start: span.start.next_multiple_of(align), len: bytes };
-                if range.end() > span.end() || !ready(deps) {
-                    continue;
-                }
-                if fit == Fit::Lowest {
-                    return Some(range);
-                }
-                let pinned = grid.pins(*span, range);
-                if best.is_none_or(|(least, _)| pinned < least) {
-                    best = Some((pinned, range));
-                }
-            }
-        }
-        best.map(|(_, range)| range)
+        let mut places = self.from(bytes).filter_map(|(span, deps)| {
+            let range = Range { start: span.start.next_multiple_of(align), len: bytes };
+            (range.end() <= span.end() && ready(deps)).then_some((span, range))
+        });
+        let (_, range) = match fit {
+            Fit::Lowest => places.next(),
+            Fit::FewestPinned => places.min_by_key(|(span, range)| grid.pins(*span, *range)),
+        }?;
+        Some(range)
     }
 
     /// Returns the lowest range that is `ready` and that a block fills wholly, or else the lowest
@@ -189,17 +194,15 @@ impl SharedFreeList {
         ready: impl Fn(&StreamDeps) -> bool,
     ) -> Option<(bool, Range)> {
         let mut lowest = None;
-        for chunk in self.chunks.iter().filter(|chunk| chunk.longest >= bytes) {
-            for (span, deps) in chunk.spans.iter().zip(&chunk.deps) {
-                let range = Range { start: span.start.next_multiple_of(align), len: bytes };
-                if range.end() > span.end() || !ready(deps) {
-                    continue;
-                }
-                if range == *span {
-                    return Some((true, range));
-                }
-                lowest = lowest.or(Some((false, range)));
+        for (span, deps) in self.from(bytes) {
+            let range = Range { start: span.start.next_multiple_of(align), len: bytes };
+            if range.end() > span.end() || !ready(deps) {
+                continue;
             }
+            if range == span {
+                return Some((true, range));
+            }
+            lowest = lowest.or(Some((false, range)));
         }
         lowest
     }

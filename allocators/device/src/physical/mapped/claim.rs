@@ -71,12 +71,10 @@ impl Mapped {
                     .then_some(range)
             });
             let mut slots = self.slots();
-            let window =
-                window::best(bump, ranges, slots.free_runs(), self.grid(), *bytes, *align, fit);
-            let allowed = |window: &Window<'_>| {
-                window.missing.is_empty() || options.grow || options.move_handles
-            };
-            let Some(window) = window.filter(allowed) else { continue };
+            let backs = options.grow || options.move_handles;
+            let bare = slots.free_runs().filter(|_| backs);
+            let window = window::best(bump, ranges, bare, self.grid(), *bytes, *align, fit);
+            let Some(window) = window else { continue };
             let guard = self.begin_move();
             outcome.own_moves += 1;
             for &(first, count) in &window.missing {

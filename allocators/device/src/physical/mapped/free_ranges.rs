@@ -1,21 +1,22 @@
-//! Candidates for reuse: the free ranges of caches and of the shared free list in one list, by
-//! address, and the handles that lie wholly in them. The lists belong to a pass and are partly
-//! built under the locks of caches: see `aquifer_core::scratch`.
+//! Candidates for reuse: free ranges of caches and of the shared free list in one list, by address,
+//! and the handles that lie wholly in them. The lists belong to a pass and are partly built under
+//! the locks of caches: see `aquifer_core::scratch`.
 
 use super::{Mapped, intersection};
 use crate::{
-    base::{
-        dependencies::{StreamDeps, is_done, is_done_except},
-        merged::merged,
-    },
-    physical::{options::Readiness, slots::Mapping},
+    base::dependencies::{StreamDeps, is_done, is_done_except},
+    physical::{options::Readiness, shared_free::SharedFreeList, slots::Mapping},
     stream_cache::{CacheState, StreamCache},
 };
 use aquifer_core::scratch::{Bump, List, list};
-use aquifer_heap::Range;
+use aquifer_heap::{Extent, Heap, Range};
 use aquifer_stream::Timeline;
 use smallvec::smallvec;
-use std::{cmp::Reverse, sync::Arc};
+use std::{
+    cmp::Reverse,
+    ops::ControlFlow::{Break, Continue},
+    sync::{Arc, Mutex, PoisonError},
+};
 
 /// The list that a free range is in.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -32,8 +33,26 @@ pub(super) struct FreeRange {
     done: bool,
 }
 
+/// Which free ranges a search looks at: those of at least a slot, which hold whole handles, and
+/// what touches them. Shorter ones are as many as the blocks of a program, so they are looked at
+/// only where one is needed.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Reach<'a> {
+    /// Every range, however short.
+    pub(super) all: bool,
+    /// Of each list, also the lowest range with room for each of these blocks: size and alignment.
+    pub(super) blocks: &'a [(u64, u64)],
+    /// Also what touches unclaimed slots.
+    pub(super) beside_bare: bool,
+    /// Short ranges of the cache that searches, and of no other list.
+    pub(super) own_parts: bool,
+}
+
 /// Free ranges, by address. They are only read, not taken: another thread may take one first.
 pub(super) struct FreeRanges<'s> {
+    /// The cache that searches. What only its own stream still uses is ready for it.
+    cache: Option<&'static StreamCache>,
+    readiness: Readiness,
     caches: List<'s, (&'static StreamCache, Arc<Timeline>)>,
     pub(super) all: List<'s, FreeRange>,
     /// Bytes of live blocks of these caches.
@@ -89,7 +108,102 @@ impl ReclaimedMapping<'_> {
     }
 }
 
+/// Returns whether a block of `bytes` at `align` fits in a range.
+fn has_room(range: Range, bytes: u64, align: u64) -> bool {
+    range.start.next_multiple_of(align).saturating_add(bytes) <= range.end()
+}
+
 impl<'s> FreeRanges<'s> {
+    fn new(bump: &'s Bump, cache: Option<&'static StreamCache>, readiness: Readiness) -> Self {
+        let (caches, all) = (List::new_in(bump), List::new_in(bump));
+        Self { cache, readiness, caches, all, live: 0, blocks: 0 }
+    }
+
+    fn is_for(&self, cache: &'static StreamCache) -> bool {
+        self.cache.is_some_and(|searching| std::ptr::eq(searching, cache))
+    }
+
+    /// Adds what `pick` passes on of a cache's free ranges, as far as it is ready: it is told which
+    /// are.
+    fn read_cache(
+        &mut self,
+        donor: &'static StreamCache,
+        pick: impl FnOnce(&Heap, &mut dyn FnMut(Extent) -> bool),
+    ) {
+        let waits = self.readiness == Readiness::MayWait || self.is_for(donor);
+        donor.with(|s| {
+            let Some(timeline) = s.timeline().cloned() else { return };
+            let known = self.caches.iter().position(|(other, _)| std::ptr::eq(*other, donor));
+            let at = known.unwrap_or_else(|| {
+                self.live += s.footprint().live;
+                self.blocks += s.heap.live_blocks();
+                self.caches.push((donor, timeline.clone()));
+                self.caches.len() - 1
+            });
+            let owner = RangeOwner::Cache(at);
+            pick(&s.heap, &mut |Extent { range, stamp }| {
+                let done = timeline.is_done(stamp);
+                if done || waits {
+                    self.all.push(FreeRange { range, owner, done });
+                }
+                done || waits
+            });
+        });
+        self.sort();
+    }
+
+    /// As [`FreeRanges::read_cache`], of the shared free list. What may still be waited for is
+    /// passed on as ready.
+    fn read_shared(
+        &mut self,
+        shared: &Mutex<SharedFreeList>,
+        pick: impl FnOnce(&SharedFreeList, &mut dyn FnMut(Range, &StreamDeps) -> bool),
+    ) {
+        let bump = self.bump();
+        let (own, waits) =
+            (self.cache.map(StreamCache::timeline), self.readiness == Readiness::MayWait);
+        // With the dependencies that are still to be judged.
+        let mut picked = List::new_in(bump);
+        pick(&shared.lock().unwrap_or_else(PoisonError::into_inner), &mut |range, deps| {
+            let done = is_done(deps);
+            let free_range = FreeRange { range, owner: RangeOwner::Shared, done };
+            let ready = done || is_done_except(deps, own.as_ref());
+            if ready {
+                picked.push((free_range, StreamDeps::new()));
+            } else if waits {
+                picked.push((free_range, deps.clone()));
+            }
+            ready || waits
+        });
+        // This queries the driver, so it runs without the lock, and once for each stream. Work of
+        // an isolated stream is never waited for.
+        let mut answers: List<'_, (Arc<Timeline>, bool)> = List::new_in(bump);
+        let mut is_waited_for = |timeline: &Arc<Timeline>, epoch: u64| {
+            let known = answers.iter().find(|(other, _)| Arc::ptr_eq(other, timeline));
+            match known {
+                Some(&(_, answer)) => answer,
+                None => {
+                    let answer = timeline.is_waited_for_unasked(epoch);
+                    // The answer for a stream that is fenced at once is about this epoch only.
+                    if !timeline.fences_at_once() {
+                        answers.push((timeline.clone(), answer));
+                    }
+                    answer
+                }
+            }
+        };
+        let ready = picked.into_iter().filter_map(|(free_range, deps)| {
+            deps.iter().all(|(t, e)| t.is_done(*e) || is_waited_for(t, *e)).then_some(free_range)
+        });
+        self.all.extend(ready);
+        self.sort();
+    }
+
+    fn sort(&mut self) {
+        self.all.sort_unstable_by_key(|free_range| free_range.range.start);
+        self.all.dedup_by_key(|free_range| free_range.range.start);
+    }
+
     /// Returns the allocator of its lists.
     pub(super) fn bump(&self) -> &'s Bump {
         self.all.allocator()
@@ -121,68 +235,87 @@ impl<'s> FreeRanges<'s> {
 }
 
 impl Mapped {
-    /// Returns the free ranges of `donors` and of the shared free list: those that are done, those
-    /// that only `cache` itself still uses, and with [`Readiness::MayWait`] all of them.
+    /// Returns the free ranges of `donors` and of the shared free list within `reach`: those that
+    /// are done, those that only `cache` itself still uses, and with [`Readiness::MayWait`] all of
+    /// them.
     pub(super) fn free_ranges<'s>(
         &self,
         bump: &'s Bump,
         donors: &[&'static StreamCache],
         cache: Option<&'static StreamCache>,
         readiness: Readiness,
+        reach: Reach<'_>,
     ) -> FreeRanges<'s> {
-        let mut caches = List::with_capacity_in(donors.len(), bump);
-        let (mut cached, mut live, mut blocks) = (List::new_in(bump), 0, 0);
+        let least = if reach.all { 1 } else { self.slot };
+        let mut found = FreeRanges::new(bump, cache, readiness);
         for &donor in donors {
-            let owner = RangeOwner::Cache(caches.len());
-            let own = cache.is_some_and(|cache| std::ptr::eq(cache, donor));
-            donor.with(|s| {
-                let Some(timeline) = s.timeline().cloned() else { return };
-                live += s.footprint().live;
-                blocks += s.heap.live_blocks();
-                for extent in s.heap.free_extents() {
-                    let done = timeline.is_done(extent.stamp);
-                    if done || own || readiness == Readiness::MayWait {
-                        cached.push(FreeRange { range: extent.range, owner, done });
-                    }
+            found.read_cache(donor, |heap, add| {
+                let _ = heap.visit_free(least, |extent| {
+                    add(extent);
+                    Continue(())
+                });
+                for &(bytes, align) in reach.blocks {
+                    let mut lowest = u64::MAX;
+                    let _ = heap.visit_free(bytes, |extent| {
+                        let Range { start, len } = extent.range;
+                        if len >= least {
+                            // It and all that follow have been added above.
+                            return Break(());
+                        }
+                        let lower = start < lowest && has_room(extent.range, bytes, align);
+                        if lower && add(extent) {
+                            lowest = start;
+                        }
+                        Continue(())
+                    });
                 }
-                caches.push((donor, timeline));
             });
         }
-        cached.sort_unstable_by_key(|free_range| free_range.range.start);
-        let own = cache.map(StreamCache::timeline);
-        // With the dependencies that are still to be judged.
-        let mut shared = List::new_in(bump);
-        for (range, deps) in self.shared_free().iter() {
-            let done = is_done(deps);
-            let free_range = FreeRange { range, owner: RangeOwner::Shared, done };
-            if done || is_done_except(deps, own.as_ref()) {
-                shared.push((free_range, StreamDeps::new()));
-            } else if readiness == Readiness::MayWait {
-                shared.push((free_range, deps.clone()));
+        found.read_shared(&self.shared_free, |shared, add| {
+            shared.from(least).for_each(|(range, deps)| _ = add(range, deps));
+            for &(bytes, align) in reach.blocks {
+                let ends = |&(range, deps): &(Range, &StreamDeps)| {
+                    range.len >= least || has_room(range, bytes, align) && add(range, deps)
+                };
+                let _ = shared.from(bytes).find(ends);
+            }
+        });
+        if !reach.all {
+            self.add_touching(&mut found, donors, reach);
+        }
+        found
+    }
+
+    /// Adds the free ranges that touch those that were found.
+    fn add_touching(
+        &self,
+        found: &mut FreeRanges<'_>,
+        donors: &[&'static StreamCache],
+        reach: Reach<'_>,
+    ) {
+        let mut beside = List::new_in(found.bump());
+        let mut add = |range: Range| beside.extend([range.start.saturating_sub(1), range.end()]);
+        found.all.iter().for_each(|free_range| add(free_range.range));
+        if reach.beside_bare {
+            self.slots().free_runs().for_each(|(first, count)| add(self.range(first, count)));
+        }
+        beside.sort_unstable();
+        beside.dedup();
+        beside.retain(|at| found.touching(Range { start: *at, len: 1 }).is_empty());
+        for &donor in donors {
+            if !reach.own_parts || found.is_for(donor) {
+                found.read_cache(donor, |heap, add| {
+                    let touching = beside.iter().filter_map(|&at| heap.free_extent_at(at));
+                    touching.for_each(|extent| _ = add(extent));
+                });
             }
         }
-        // This queries the driver, so it runs without the lock, and once for each stream. Work of
-        // an isolated stream is never waited for.
-        let mut answers: List<'_, (Arc<Timeline>, bool)> = List::new_in(bump);
-        let mut is_waited_for = |timeline: &Arc<Timeline>, epoch: u64| {
-            let known = answers.iter().find(|(other, _)| Arc::ptr_eq(other, timeline));
-            match known {
-                Some(&(_, answer)) => answer,
-                None => {
-                    let answer = timeline.is_waited_for_unasked(epoch);
-                    // The answer for a stream that is fenced at once is about this epoch only.
-                    if !timeline.fences_at_once() {
-                        answers.push((timeline.clone(), answer));
-                    }
-                    answer
-                }
-            }
-        };
-        let shared = shared.into_iter().filter_map(|(free_range, deps)| {
-            deps.iter().all(|(t, e)| t.is_done(*e) || is_waited_for(t, *e)).then_some(free_range)
-        });
-        let all = list(bump, merged(cached, shared, |free_range| free_range.range.start));
-        FreeRanges { caches, all, live, blocks }
+        if !reach.own_parts {
+            found.read_shared(&self.shared_free, |shared, add| {
+                let touching = beside.iter().filter_map(|&at| shared.at(at));
+                touching.for_each(|(range, deps)| _ = add(range, deps));
+            });
+        }
     }
 
     /// Moves free ranges of at least `least` bytes from the caches of `donors` to the shared free

@@ -3,6 +3,7 @@
 use super::{
     HEAP, Mapped,
     claim::{Claim, ClaimOutcome},
+    free_ranges::Reach,
     plan::MappingPlan,
 };
 use crate::{
@@ -41,8 +42,17 @@ impl Mapped {
         // What the driver refuses to unmap has nothing to do with this request.
         let _refused = self.reap_zombies(&pass);
         // A failed race is retried: another thread has made progress, so this terminates.
+        // A small block comes from a page, or from what is left of one.
+        let blocks = [(HEAP.page, HEAP.page), (request.size(), request.alignment())];
+        let reach = Reach {
+            all: false,
+            blocks: if request.size() <= HEAP.small_max { &blocks } else { &blocks[1..] },
+            beside_bare: options.grow || options.move_handles,
+            own_parts: options.granularity == Granularity::Slots,
+        };
         let claim = loop {
-            let free_ranges = self.free_ranges(&pass, donors, Some(cache), options.readiness);
+            let free_ranges =
+                self.free_ranges(&pass, donors, Some(cache), options.readiness, reach);
             match self.claim(cache, &free_ranges, request, options, fit, outcome) {
                 ClaimOutcome::Claimed(claim) => break claim,
                 ClaimOutcome::NoWindow => return Ok(None),

@@ -1,7 +1,11 @@
 //! The handles for a mapping plan: spare ones, new ones of the driver, those under free memory, and
 //! those made from other handles.
 
-use super::{Mapped, claim::Claim, free_ranges::ReclaimedMapping};
+use super::{
+    Mapped,
+    claim::Claim,
+    free_ranges::{Reach, ReclaimedMapping},
+};
 use crate::{
     physical::{
         handle::{Funds, Handle, HandleError},
@@ -355,7 +359,8 @@ impl Mapped {
         plan: &mut MappingPlan<'_>,
         outcome: &mut PlaceOutcome<'_>,
     ) -> Result<()> {
-        let free_ranges = self.free_ranges(plan.bump(), donors, None, readiness);
+        let reach = Reach::default();
+        let free_ranges = self.free_ranges(plan.bump(), donors, None, readiness, reach);
         let mut candidates = self.candidates(&free_ranges);
         let longest = claim.window.missing.iter().map(|&(_, count)| count).max().unwrap_or(0);
         // A busy handle cannot be released, so it must fit.

@@ -1,7 +1,10 @@
 //! Releasing handles to the driver, by a trim and at the end.
 #![expect(unsafe_code, reason = "unmaps")]
 
-use super::{Mapped, free_ranges::MappingCandidate};
+use super::{
+    Mapped,
+    free_ranges::{FreeRanges, MappingCandidate, Reach},
+};
 use crate::{
     base::{
         dependencies::{StreamDeps, is_done},
@@ -17,7 +20,7 @@ use crate::{
 use aquifer_core::{
     DriverError, Result,
     budget::StrandedCount,
-    scratch::{List, list},
+    scratch::{Bump, List, list},
 };
 use aquifer_heap::Range;
 use std::{
@@ -60,7 +63,7 @@ impl Mapped {
         }
         let mut trimmed = Ok(());
         if over() > 0 {
-            let free_ranges = self.free_ranges(&pass, donors, None, Readiness::Completed);
+            let free_ranges = self.releasable(&pass, donors);
             let mut candidates = self.candidates(&free_ranges);
             let (mut left, mut taken) = (over(), List::new_in(&*pass));
             let mut give = |candidates: &[MappingCandidate], beyond: bool| {
@@ -93,9 +96,17 @@ impl Mapped {
     pub(crate) fn idle(&self, donors: &[&'static StreamCache]) -> u64 {
         let spare: u64 = self.slots().spare.iter().map(|handle| handle.bytes()).sum();
         let pass = self.scratch.begin();
-        let candidates =
-            self.candidates(&self.free_ranges(&pass, donors, None, Readiness::Completed));
+        let candidates = self.candidates(&self.releasable(&pass, donors));
         spare + candidates.iter().filter(|c| !c.busy).map(|c| c.count * self.slot).sum::<u64>()
+    }
+
+    /// Returns the free ranges in which a handle may lie that nothing uses. Only where several lists
+    /// have free memory can short ranges of theirs make up a handle.
+    fn releasable<'s>(&self, bump: &'s Bump, donors: &[&'static StreamCache]) -> FreeRanges<'s> {
+        let with_free = donors.iter().filter(|donor| donor.with(|s| s.heap.free_bytes() > 0));
+        let lists = with_free.count() + usize::from(self.shared_free().bytes() > 0);
+        let reach = Reach { all: lists > 1, ..Reach::default() };
+        self.free_ranges(bump, donors, None, Readiness::Completed, reach)
     }
 
     /// Returns the mean size of the held handles in bytes.
