@@ -131,7 +131,7 @@ impl PoolCore {
                 if let Some((stream, bytes)) = s.in_use() {
                     add_in_use(&mut error.in_use, stream, bytes);
                 }
-                let cached = s.heap.stats().free_bytes;
+                let cached = s.heap.free_bytes();
                 let pending = s.usage.pending;
                 let is_own = own.is_some_and(|own| std::ptr::eq(other, own));
                 // Dedicated memory can only use whole handles that caches give back.

@@ -88,7 +88,7 @@ impl CacheState {
     /// Returns the stream's number and the bytes of its cache that its own queued work may still
     /// use; `None` where there are none.
     pub(crate) fn in_use(&self) -> Option<(u32, u64)> {
-        let timeline = self.timeline()?;
+        let timeline = self.timeline().filter(|timeline| !timeline.is_done(self.last_free))?;
         let busy = self.heap.free_extents().filter(|extent| !timeline.is_done(extent.stamp));
         let bytes: u64 = busy.map(|extent| extent.range.len).sum();
         (bytes > 0).then(|| (timeline.number(), bytes))

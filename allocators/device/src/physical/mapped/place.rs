@@ -16,6 +16,9 @@ use crate::{
 use aquifer_core::Result;
 use aquifer_heap::Range;
 
+/// The most calls that one search makes to remove old mappings. The next ones remove the rest.
+const MOST_UNMAPS: usize = 64;
+
 impl Mapped {
     /// Finds room for `request` in the free ranges of `cache` and `donors` and in unclaimed slots,
     /// and maps what is missing, as far as `options` allows. The module's documentation has the
@@ -40,7 +43,7 @@ impl Mapped {
     ) -> Result<Option<aquifer_heap::HeapBlock>> {
         let pass = self.scratch.begin();
         // What the driver refuses to unmap has nothing to do with this request.
-        let _refused = self.reap_zombies(&pass);
+        let _refused = self.reap_zombies(&pass, MOST_UNMAPS);
         // A failed race is retried: another thread has made progress, so this terminates.
         // A small block comes from a page, or from what is left of one.
         let blocks = [(HEAP.page, HEAP.page), (request.size(), request.alignment())];

@@ -47,7 +47,7 @@ impl Mapped {
     /// tried.
     fn release_down_to(&self, donors: &[&'static StreamCache], keep: u64) -> Result<()> {
         let pass = self.scratch.begin();
-        let reaped = self.reap_zombies(&pass);
+        let reaped = self.reap_zombies(&pass, usize::MAX);
         let over = || self.held.now().saturating_sub(keep);
         if over() == 0 {
             return reaped;

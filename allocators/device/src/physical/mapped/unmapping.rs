@@ -75,24 +75,37 @@ impl Mapped {
         self.slots().zombies.extend(zombies);
     }
 
-    /// Unmaps zombies whose streams are done with them, and releases their slots, which stay
-    /// claimed until then. Called by each search for a place and by each trim of the mapped memory:
-    /// so by slow paths, [`DevicePool::trim`](crate::DevicePool::trim) and a reclaim.
+    /// Unmaps zombies whose streams are done with them, adjacent ones in one call, and releases
+    /// their slots, which stay claimed until then. Makes at most `most` calls. Called by each search
+    /// for a place and by each trim of the mapped memory: so by slow paths,
+    /// [`DevicePool::trim`](crate::DevicePool::trim) and a reclaim.
     /// [`DevicePool::poll`](crate::DevicePool::poll) only polls the work that zombies wait for.
     /// Never blocks.
     ///
     /// # Errors
     /// The driver's first refusal, after all others have been tried. What it refuses stays a
     /// zombie.
-    pub(super) fn reap_zombies(&self, bump: &Bump) -> Result<()> {
-        let over = list(bump, self.slots().zombies.extract_if(.., |zombie| zombie.is_over()));
-        let mut outcome = Ok(());
-        for zombie in over {
-            if let Err(error) = self.unmap_run(zombie.mapping.first, zombie.mapping.count) {
-                self.slots().zombies.push(zombie);
-                outcome = outcome.and(Err(error));
-            }
+    pub(super) fn reap_zombies(&self, bump: &Bump, most: usize) -> Result<()> {
+        let mut over = list(bump, self.slots().zombies.extract_if(.., |zombie| zombie.is_over()));
+        if over.is_empty() {
+            return Ok(());
         }
+        over.sort_unstable_by_key(|zombie| zombie.mapping.first);
+        let together = list(
+            bump,
+            runs(over.iter().map(|zombie| (zombie.mapping.first, zombie.mapping.count))),
+        );
+        let (mut over, mut outcome) = (over.into_iter().peekable(), Ok(()));
+        for (first, count) in together.into_iter().take(most) {
+            let gone = self.unmap_run(first, count);
+            while let Some(zombie) = over.next_if(|zombie| zombie.mapping.first < first + count) {
+                if gone.is_err() {
+                    self.slots().zombies.push(zombie);
+                }
+            }
+            outcome = outcome.and(gone);
+        }
+        self.slots().zombies.extend(over);
         outcome
     }
 }
