@@ -125,6 +125,39 @@ impl Sim {
         }
     }
 
+    /// Returns a mark behind all work that is queued so far, for [`Sim::run_to`].
+    ///
+    /// ```
+    /// use aquifer::{Access, DeviceId, DeviceRange, sim::Sim};
+    /// # fn main() -> aquifer::error::Result<()> {
+    /// let sim = Sim::h200(1).stepped();
+    /// let driver = sim.driver();
+    /// let stream = driver.stream_create(DeviceId(0), 0)?;
+    /// let address = driver.mem_alloc(DeviceId(0), 512)?;
+    /// let range = DeviceRange { device: DeviceId(0), address, bytes: 512 };
+    /// sim.access(stream, range, Access::Write, None)?;
+    /// let mark = sim.mark();
+    /// sim.access(stream, range, Access::Read, None)?;
+    /// sim.run_to(&mark);
+    /// assert_eq!(sim.pending(stream), 1); // the read is behind the mark
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn mark(&self) -> Vec<u64> {
+        self.machine.lock().streams.iter().map(|stream| stream.enqueued).collect()
+    }
+
+    /// Runs the work that was queued before a [mark](Sim::mark) was taken, and what it waits for.
+    /// Blocks while another thread must still write a value that it waits for.
+    #[track_caller]
+    pub fn run_to(&self, mark: &[u64]) {
+        if !device_code::is_running() {
+            drop(self.machine.run_to(self.machine.lock(), mark));
+            self.machine.checkpoint();
+        }
+    }
+
     /// Returns the number of items of a stream that have not run yet.
     #[must_use]
     pub fn pending(&self, stream: RawStream) -> usize {

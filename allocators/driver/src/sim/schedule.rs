@@ -15,7 +15,7 @@ use super::{
     kernel::KernelMemory,
     machine::{Machine, StateGuard},
     machine_state::MachineState,
-    queue::{QueueItem, StreamKind, StreamPoint, Task, Work},
+    queue::{QueueItem, Stream, StreamKind, StreamPoint, Task, Work},
 };
 use crate::{DeviceId, site::Site};
 use std::sync::PoisonError;
@@ -459,14 +459,21 @@ impl Machine {
     /// Runs all work that has been queued on a device.
     pub(crate) fn run_device<'a>(
         &'a self,
-        mut state: StateGuard<'a>,
+        state: StateGuard<'a>,
         device: DeviceId,
     ) -> StateGuard<'a> {
-        let until: Vec<_> =
-            state.streams.iter().map(|stream| (stream.device, stream.enqueued)).collect();
-        for (stream, (_, count)) in
-            until.into_iter().enumerate().filter(|(_, (on, _))| *on == device)
-        {
+        let on_device = |s: &Stream| if s.device == device { s.enqueued } else { 0 };
+        let counts: Vec<_> = state.streams.iter().map(on_device).collect();
+        self.run_to(state, &counts)
+    }
+
+    /// Runs the items needed until each stream has completed its count of items, by index.
+    pub(crate) fn run_to<'a>(
+        &'a self,
+        mut state: StateGuard<'a>,
+        counts: &[u64],
+    ) -> StateGuard<'a> {
+        for (stream, &count) in counts.iter().enumerate() {
             state = self.run_until(state, stream, count);
         }
         state

@@ -464,6 +464,28 @@ fn work_the_host_waited_for_precedes_all_that_it_queues() {
 }
 
 #[test]
+fn what_was_queued_before_a_mark_runs_and_nothing_behind_it() {
+    let m = Machine::new(Sim::h200(1).symbolic().stepped());
+    let (a, b, x) = (m.stream(), m.stream(), m.alloc(1));
+    let none = m.sim.mark();
+    m.read(a, x);
+    let event = m.fence(a);
+    m.driver.stream_wait_event(b, event).unwrap();
+    m.read(b, x);
+    let mark = m.sim.mark();
+    let late = m.stream();
+    for stream in [a, b, late] {
+        m.read(stream, x);
+    }
+    m.sim.run_to(&none);
+    assert_eq!([a, b, late].map(|stream| m.sim.pending(stream)), [2, 3, 1]);
+    for _ in 0..2 {
+        m.sim.run_to(&mark);
+        assert_eq!([a, b, late].map(|stream| m.sim.pending(stream)), [1, 1, 1]);
+    }
+}
+
+#[test]
 fn a_paced_device_falls_behind_and_catches_up_when_asked() {
     let behind = |pace| {
         let m = Machine::new(Sim::h200(1).symbolic().seeded(7).paced(pace));
