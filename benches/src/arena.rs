@@ -73,7 +73,7 @@ pub(crate) fn run(
     progress.phase("opening the device");
     let place = Place::choose(device).map_err(BenchError::Place)?;
     let pace = Pace::of(rows.quick);
-    let Session { driver, device, .. } = place.begin(false);
+    let Session { driver, device, .. } = place.begin();
     let version =
         driver.driver_version().map_err(|e| BenchError::Device(MemoryError::driver(device, e)))?;
     let topology = Topology::read().map_err(|e| BenchError::Device(MemoryError::from(e)))?;

@@ -73,7 +73,7 @@ fn groups() -> [RowGroup<BudgetBench>; 5] {
 /// [`BenchError`], before anything is measured.
 pub(crate) fn run(rows: &RowSelection) -> std::result::Result<BenchReport, BenchError> {
     let place = Place::choose(DeviceChoice::Sim).map_err(BenchError::Place)?;
-    let session = place.begin(false);
+    let session = place.begin();
     let lost = |e| BenchError::Device(MemoryError::driver(session.device, e));
     let version = session.driver.driver_version().map_err(lost)?;
     let pace = Pace::of(rows.quick);

@@ -59,7 +59,7 @@ fn groups() -> [RowGroup<PlacementBench>; 4] {
 /// [`BenchError`], before anything is measured.
 pub(crate) fn run(rows: &RowSelection) -> std::result::Result<BenchReport, BenchError> {
     let machine = Machine::choose(DeviceChoice::Sim).map_err(BenchError::Place)?;
-    let session = machine.begin(false);
+    let session = machine.begin();
     let lost = |e| BenchError::Device(MemoryError::driver(session.device, e));
     let version = session.driver.driver_version().map_err(lost)?;
     let pace = Pace::of(rows.quick);

@@ -143,7 +143,7 @@ pub(crate) fn run(options: &StageOptions, rows: &RowSelection) -> Result<BenchRe
     }
     let mut progress = ProgressLine::on_terminal();
     progress.phase("opening the device, and making slots ready");
-    let session = place.begin(false);
+    let session = place.begin();
     let version = session.driver.driver_version().map_err(|e| BenchError::Device(e.into()))?;
     let bed = Bed::open(&session, options.stager.clone()).map_err(BenchError::Device)?;
     let mut bench = StageBench {

@@ -4,14 +4,8 @@ use crate::gpu::{Gpus, NoUsableGpu};
 use aquifer_driver::{DeviceId, DeviceInfo, Driver, sim::Sim};
 use std::{error, fmt, str::FromStr, sync::Arc};
 
-/// The simulated GPU's seed. It determines how far the queues lag behind the host, so that every
-/// run is the same.
+/// The simulated GPU's seed. It determines when queued work runs, so that every run is the same.
 const SEED: u64 = 1;
-
-/// A paced device runs its queues only once in this many calls, and then a random share of a few.
-/// Some tens of items are therefore pending in each stream at any time, as in a program whose speed
-/// the GPU limits.
-const PACE: u32 = 64;
 
 /// The device to run on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -170,15 +164,15 @@ impl Place {
         self.info().granularity.max(2 << 20)
     }
 
-    /// Opens the device for one pass. The simulator's oracle is active only with `checked`.
-    pub fn begin(&self, checked: bool) -> Session {
-        self.session(simulator(), checked)
+    /// Opens the device for one pass, without the simulator's oracle.
+    pub fn begin(&self) -> Session {
+        self.session(simulator().seeded(SEED), false)
     }
 
-    /// Opens the device for a pass that counts waits. The simulator's oracle is inactive, and the
-    /// simulated device lags behind the host.
-    pub fn begin_behind(&self) -> Session {
-        self.session(simulator().paced(PACE), false)
+    /// Opens the device for a pass that runs the work of the simulated device itself. The
+    /// simulator's oracle is active only with `checked`.
+    pub fn begin_stepped(&self, checked: bool) -> Session {
+        self.session(simulator().stepped(), checked)
     }
 
     /// Opens the device for a pass that checks real bytes.
@@ -201,5 +195,5 @@ impl Place {
 
 /// Creates a simulated H200 without bytes.
 fn simulator() -> Sim {
-    Sim::h200(1).symbolic().seeded(SEED)
+    Sim::h200(1).symbolic()
 }

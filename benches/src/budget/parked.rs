@@ -44,7 +44,7 @@ pub(super) fn measure(bench: &mut BudgetBench) -> Result<()> {
         leave_out(bench, "the device has no virtual memory management");
         return Ok(());
     }
-    let Session { driver, device, .. } = place.begin(false);
+    let Session { driver, device, .. } = place.begin();
     let free = driver.memory_info(device).map_err(|e| MemoryError::driver(device, e))?.free / 5 * 4;
     let host_room = host::available().unwrap_or(0) / 2;
     for (room, needed) in [(free, BYTES + 2 * GIB), (host_room, BYTES + 2 * GIB)] {

@@ -31,7 +31,7 @@ impl<'a> DeviceBench<'a> {
         only: Option<&str>,
         driver: bool,
     ) -> Result<Self, BenchError> {
-        let session = place.begin(false);
+        let session = place.begin();
         let lost = |e| BenchError::Device(MemoryError::driver(session.device, e));
         let free = session.driver.memory_info(session.device).map_err(lost)?.free;
         Ok(Self {
@@ -47,7 +47,7 @@ impl<'a> DeviceBench<'a> {
 
     /// Opens the device with the simulator's oracle inactive.
     pub(super) fn session(&self) -> Session {
-        self.place.begin(false)
+        self.place.begin()
     }
 
     /// Returns the driver's allocator if it is a peer: on a GPU that has it.

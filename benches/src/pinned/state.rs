@@ -31,7 +31,7 @@ impl<'a> PinnedBench<'a> {
         pace: Pace,
         only: Option<&str>,
     ) -> std::result::Result<Self, BenchError> {
-        let Session { driver, device, .. } = place.begin(false);
+        let Session { driver, device, .. } = place.begin();
         let version = driver
             .driver_version()
             .map_err(|e| BenchError::Device(MemoryError::driver(device, e)))?;

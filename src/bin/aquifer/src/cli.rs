@@ -12,6 +12,10 @@ use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, error::ErrorKind
 use clap_complete::Shell;
 use std::{path::PathBuf, str::FromStr, time::Duration};
 
+/// How many operations of the trace the simulated device runs behind in `replay`, unless `--lag`
+/// says otherwise.
+pub(crate) const DEFAULT_LAG: u32 = 64;
+
 /// The arguments of the program.
 #[derive(Parser, Debug)]
 #[command(
@@ -110,6 +114,10 @@ pub(crate) struct Replay {
     /// Device to run on: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
+    /// Let the simulated device run N allocations and frees of the trace behind (default: 64); with
+    /// 0, its work is done when the next one begins
+    #[arg(long, value_name = "N")]
+    pub(crate) lag: Option<u32>,
     /// Distribute the blocks over N streams in turn; uses across streams are kept
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) streams: Option<u32>,

@@ -22,11 +22,15 @@
 //!
 //! # How calls and waits are counted
 //! A third pass plays as many rounds as are timed. It counts the driver calls and the waits of each
-//! round. On the simulator the streams perform the reads and writes of the checked pass, and the
-//! device lags by some tens of them. The last use of a free block is therefore often still pending
-//! and its reuse has to be ordered, as in a program whose speed the GPU limits. On a GPU the
-//! streams have no work, so waits are at their minimum. A round ends when its last blocks are freed
+//! round. On the simulator the streams perform the reads and writes of the checked pass. On a GPU
+//! they have no work, so waits are at their minimum. A round ends when its last blocks are freed
 //! and its last uses are over. `tally` defines the concurrency cost of the waits.
+//!
+//! # How far the simulated device lags
+//! In the checked and the counted pass it runs `--lag` operations behind: when an operation begins,
+//! all work is done but that of so many operations before it. The last use of a free block is then
+//! often still pending and its reuse has to be ordered, as in a program whose speed the GPU limits.
+//! Besides that the device runs only what the host waits for.
 
 mod bench;
 mod engine;
@@ -42,7 +46,7 @@ mod work;
 pub(crate) use report::ReplayReport;
 
 use crate::{
-    cli::{self, Allocator},
+    cli::{self, Allocator, DEFAULT_LAG},
     output::write_whole,
     trace_file,
 };
@@ -88,6 +92,8 @@ pub(crate) enum ReplayError {
     },
     /// The requested device does not exist.
     Place(NoPlace),
+    /// `--lag` and a device that is not simulated.
+    NeedsSim,
     /// The budget exceeds the device's memory.
     Budget {
         /// Bytes requested.
@@ -119,6 +125,7 @@ impl fmt::Display for ReplayError {
         match self {
             Self::Trace { path, error } => trace_file::write_error(f, path, error),
             Self::Place(e) => e.fmt(f),
+            Self::NeedsSim => f.write_str("--lag is for the simulated device only: --device sim"),
             Self::Budget { asked, memory, title } => {
                 write!(
                     f,
@@ -146,7 +153,9 @@ impl std::error::Error for ReplayError {
             Self::Setup(e) => Some(e),
             Self::Output(_, e) => Some(e),
             Self::Plan { error, .. } => Some(error),
-            Self::Budget { .. } | Self::NeedsPool(_) | Self::OutputIsInput(_) => None,
+            Self::NeedsSim | Self::Budget { .. } | Self::NeedsPool(_) | Self::OutputIsInput(_) => {
+                None
+            }
         }
     }
 }
@@ -179,7 +188,11 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
             return Err(ReplayError::NeedsPool(flag));
         }
     }
-    let place = Place::choose(args.device).map_err(ReplayError::Place)?;
+    let place = Place::choose(args.device);
+    if args.lag.is_some() && !matches!(place, Ok(Place::Sim(_))) {
+        return Err(ReplayError::NeedsSim);
+    }
+    let place = place.map_err(ReplayError::Place)?;
     if let Some(path) = &args.save_trace {
         write_whole(path, |out| trace.write_to(out))
             .map_err(|e| ReplayError::Output(path.clone(), e))?;
@@ -190,7 +203,8 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
     }
     let order = if args.ignore_order { Order::Ignored } else { Order::Told };
     let (plan, allocator, compact) = (plan.as_ref(), args.allocator, args.compact);
-    let bench = ReplayBench { trace: &trace, place: &place, allocator, order, plan, compact };
+    let lag = args.lag.unwrap_or(DEFAULT_LAG);
+    let bench = ReplayBench { trace: &trace, place: &place, allocator, order, plan, compact, lag };
     progress.phase("checking:");
     let checked = bench.check(budget, &mut progress).map_err(ReplayError::Setup)?;
     let mut report = describe(args, &bench, budget, checked);
@@ -227,12 +241,13 @@ fn describe(
     budget: Option<u64>,
     checked: Checked,
 ) -> ReplayReport {
-    let ReplayBench { trace, place, allocator, order, .. } = *bench;
+    let ReplayBench { trace, place, allocator, order, lag, .. } = *bench;
     ReplayReport {
         trace: args.trace.display().to_string(),
         device: place.name(),
         device_named: args.device != DeviceChoice::Auto,
         device_title: place.title(),
+        lag: matches!(place, Place::Sim(_)).then_some(lag),
         allocator,
         budget,
         ignore_order: order == Order::Ignored,

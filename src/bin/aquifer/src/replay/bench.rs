@@ -22,7 +22,7 @@ use aquifer_device::{
 use aquifer_formats::trace::Trace;
 use aquifer_plan::Plan;
 use aquifer_stream::{Stream, StreamPool};
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 /// A trace, a device and an allocator to play it with.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +39,8 @@ pub(crate) struct ReplayBench<'a> {
     pub(crate) plan: Option<&'a Arc<Plan>>,
     /// Whether the pool bounds what it holds.
     pub(crate) compact: bool,
+    /// How many operations of the trace a simulated device runs behind.
+    pub(crate) lag: u32,
 }
 
 /// The result of a checked pass.
@@ -127,10 +129,10 @@ impl ReplayBench<'_> {
         budget: Option<u64>,
         progress: &mut ProgressLine,
     ) -> Result<Checked> {
-        let session = self.place.begin(true);
+        let session = self.place.begin_stepped(true);
         let pass = match &session.sim {
             Some(sim) => {
-                let declared = Declared::with_rows(sim, self.trace);
+                let declared = Declared::with_rows(sim, self.lag, self.trace);
                 self.pass(&session, budget, Arc::new(declared), 1, progress)?
             }
             None => {
@@ -187,7 +189,7 @@ impl ReplayBench<'_> {
         rounds: u32,
         progress: &mut ProgressLine,
     ) -> Result<Completion<(Timing, Vec<f64>)>> {
-        let session = self.place.begin(false);
+        let session = self.place.begin();
         let pass = self.pass(&session, budget, Arc::new(Idle), rounds, progress)?;
         if let Some(failure) = first_failure(&pass.rounds) {
             return Ok(Err(failure));
@@ -212,10 +214,11 @@ impl ReplayBench<'_> {
         rounds: u32,
         progress: &mut ProgressLine,
     ) -> Result<Completion<Vec<Tally>>> {
-        let session = self.place.begin_behind();
+        let session = self.place.begin_stepped(false);
         let pass = match &session.sim {
             Some(sim) => {
-                self.pass(&session, budget, Arc::new(Declared::new(sim)), rounds, progress)?
+                let declared = Declared::new(sim, self.lag);
+                self.pass(&session, budget, Arc::new(declared), rounds, progress)?
             }
             None => self.pass(&session, budget, Arc::new(Idle), rounds, progress)?,
         };
@@ -275,6 +278,11 @@ impl ReplayBench<'_> {
                 config.streams = config.streams.max(count);
                 config.recorder = recorder;
                 config.compact = self.compact;
+                if session.sim.is_some() {
+                    // The device runs only between operations and in a call that waits for it. A
+                    // wait with a deadline would poll instead, until the deadline.
+                    config.wait = Duration::MAX;
+                }
                 if let Some(plan) = self.plan {
                     config = config.with_plan(plan.clone());
                 }
@@ -408,7 +416,6 @@ fn recorded(
 mod tests {
     use super::*;
     use aquifer_core::DeviceId;
-    use std::time::Duration;
 
     #[test]
     fn the_first_round_that_fails_is_named_with_what_it_had_done() {

@@ -108,7 +108,7 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
         let begun = Instant::now();
         'steps: for (number, steps) in trace.steps.chunks(STRIDE).enumerate() {
             for (place, step) in steps.iter().enumerate() {
-                self.work.at(step.row);
+                self.work.at(*step);
                 let taken = match step.action {
                     TraceAction::Allocate => self.allocate(step.block),
                     TraceAction::Free => self.free(step.block, (number * STRIDE + place) as u64),

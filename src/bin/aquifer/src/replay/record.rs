@@ -38,7 +38,7 @@ impl ReplayBench<'_> {
         budget: Option<u64>,
         progress: &mut ProgressLine,
     ) -> Result<MemorySnapshot> {
-        let session = self.place.begin(false);
+        let session = self.place.begin();
         let (uses, work) = (Arc::new(OpenUses::new()), Arc::new(Idle));
         let relief = Arc::new(EndOldest { uses: uses.clone(), work: work.clone() });
         let kept = Arc::new(Kept::default());

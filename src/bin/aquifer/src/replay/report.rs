@@ -21,6 +21,8 @@ pub(crate) struct ReplayReport {
     pub(crate) device_named: bool,
     /// The device's display name: `simulated NVIDIA H200`.
     pub(crate) device_title: String,
+    /// How many operations of the trace the device ran behind, or none if it is not simulated.
+    pub(crate) lag: Option<u32>,
     /// The allocator.
     pub(crate) allocator: Allocator,
     /// The requested budget in bytes, or none for the allocator's default.
@@ -316,6 +318,7 @@ impl ReplayReport {
         let mut fields = vec![
             ("trace", json!(self.trace)),
             ("device", json!(self.device)),
+            ("lag", json!(self.lag)),
             ("allocator", json!(self.allocator.name())),
             ("ops", json!(self.operations)),
             ("allocs", json!(self.allocations)),

@@ -3,7 +3,7 @@
 
 use super::report::{ReplayFailure, ReplayReport, Round, Search, Timing, Waits};
 use crate::{
-    cli::Allocator,
+    cli::{Allocator, DEFAULT_LAG},
     rows::{WIDTH, row},
 };
 use aquifer_console::{
@@ -54,14 +54,20 @@ impl ReplayReport {
             format!(", split over {}", Of(streams.into(), "stream"))
         });
         let change = self.change.map_or(String::new(), |of| format!(", {of} % changed"));
+        let lag = self.lag_named().map_or(String::new(), |lag| format!(", lag {lag}"));
         clip(
             &format!(
-                "on the {}, {}{split}{change}{budget}{order}",
+                "on the {}{lag}, {}{split}{change}{budget}{order}",
                 self.device_title,
                 named(self.allocator)
             ),
             WIDTH,
         )
+    }
+
+    /// Returns the lag of the simulated device, unless it is the default.
+    fn lag_named(&self) -> Option<u32> {
+        self.lag.filter(|&lag| lag != DEFAULT_LAG)
     }
 
     fn failed(&self, failure: &ReplayFailure, lines: &mut Vec<String>) {
@@ -269,6 +275,9 @@ impl ReplayReport {
         let mut words = vec!["aquifer replay".to_owned(), shell_word(&self.trace)];
         if self.device_named {
             words.push(format!("--device {}", self.device));
+        }
+        if let Some(lag) = self.lag_named() {
+            words.push(format!("--lag {lag}"));
         }
         if let Some(index) = self.device_index {
             words.push(format!("--device-index {index}"));

@@ -6,9 +6,10 @@ use aquifer_driver::{
     Access, Call, DeviceRange,
     sim::{Party, Sim, SimKernel, Violation},
 };
-use aquifer_formats::trace::Trace;
+use aquifer_formats::trace::{Trace, TraceAction, TraceStep};
 use aquifer_stream::Stream;
 use std::{
+    collections::VecDeque,
     fmt::{Debug, Write},
     sync::{
         Mutex, MutexGuard, PoisonError,
@@ -67,8 +68,8 @@ impl Spot {
 
 /// Work on blocks. Implementations queue it and return at once.
 pub(crate) trait Work: Debug + Send + Sync + 'static {
-    /// Announces that the following calls belong to this row of the trace.
-    fn at(&self, _row: u32) {}
+    /// Announces that the following calls belong to this step of the trace.
+    fn at(&self, _step: TraceStep) {}
 
     /// The block's own stream writes all of it.
     fn write(&self, block: u32, spot: Spot, stream: &Stream) -> Result<()>;
@@ -130,6 +131,10 @@ impl Work for Idle {
 #[derive(Debug)]
 pub(crate) struct Declared {
     sim: Sim,
+    /// How many operations of the trace the device runs behind.
+    lag: u32,
+    /// What was queued when each of the last `lag` operations began, the oldest first.
+    marks: Mutex<VecDeque<Vec<u64>>>,
     lanes: Mutex<Vec<StreamLane>>,
     /// The names of each row's work in reports, or none if reports are not read.
     labels: Option<Labels>,
@@ -189,14 +194,22 @@ struct StreamLane {
 }
 
 impl Declared {
-    /// Creates work that is declared to `sim`.
-    pub(crate) fn new(sim: &Sim) -> Self {
-        Self { sim: sim.clone(), lanes: Mutex::default(), labels: None, row: AtomicU32::new(0) }
+    /// Creates work that is declared to `sim`, a stepped one, which runs it `lag` operations of the
+    /// trace behind.
+    pub(crate) fn new(sim: &Sim, lag: u32) -> Self {
+        Self {
+            sim: sim.clone(),
+            lag,
+            marks: Mutex::default(),
+            lanes: Mutex::default(),
+            labels: None,
+            row: AtomicU32::new(0),
+        }
     }
 
-    /// Creates work that is declared to `sim` and named by the rows of `trace`.
-    pub(crate) fn with_rows(sim: &Sim, trace: &Trace) -> Self {
-        Self { labels: Some(Labels::of(trace)), ..Self::new(sim) }
+    /// As [`Declared::new`], with work that is named by the rows of `trace`.
+    pub(crate) fn with_rows(sim: &Sim, lag: u32, trace: &Trace) -> Self {
+        Self { labels: Some(Labels::of(trace)), ..Self::new(sim, lag) }
     }
 
     fn lanes(&self, streams: &[&Stream]) -> MutexGuard<'_, Vec<StreamLane>> {
@@ -229,8 +242,15 @@ impl Declared {
 }
 
 impl Work for Declared {
-    fn at(&self, row: u32) {
-        self.row.store(row, Ordering::Relaxed);
+    fn at(&self, step: TraceStep) {
+        self.row.store(step.row, Ordering::Relaxed);
+        if step.action != TraceAction::Complete {
+            let mut marks = self.marks.lock().unwrap_or_else(PoisonError::into_inner);
+            marks.push_back(self.sim.mark());
+            if marks.len() > self.lag as usize {
+                marks.pop_front().iter().for_each(|mark| self.sim.run_to(mark));
+            }
+        }
     }
 
     fn write(&self, _: u32, spot: Spot, stream: &Stream) -> Result<()> {
@@ -284,7 +304,7 @@ mod tests {
         let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
         let streams = [(); 3].map(|()| pool.stream().unwrap());
         let [s, u, v] = &streams;
-        let work = Declared::new(&sim);
+        let work = Declared::new(&sim, 0);
         let block = pool.alloc(s, Request::bytes(512)).unwrap();
         let spot = Spot::of(&block);
         for _ in 0..4 {

@@ -91,6 +91,10 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
         ("--device sim --budget 1G --fit", "cannot be used with"),
         ("--device gpu", "a device is auto, sim, cuda or cuda:N"),
         ("--device cuda:99", ""),
+        ("--device sim --lag=-1", "invalid value '-1'"),
+        ("--device sim --lag 1.5", "invalid value '1.5'"),
+        ("--device sim --lag far", "invalid value 'far'"),
+        ("--device cuda --lag 10", "--lag is for the simulated device only: --device sim"),
         ("--allocator fast", "invalid value 'fast'"),
         ("--repeat 0", "invalid value '0'"),
         ("--repeat often", "invalid value 'often'"),
@@ -126,9 +130,10 @@ fn help_and_version_are_no_mistakes() {
 
 /// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object, `a` array, `?` object
 /// or null.
-const FIELDS: [(&str, char); 32] = [
+const FIELDS: [(&str, char); 33] = [
     ("trace", 's'),
     ("device", 's'),
+    ("lag", 'n'),
     ("allocator", 's'),
     ("ops", 'n'),
     ("allocs", 'n'),
@@ -174,7 +179,8 @@ const FIT: [&str; 8] = [
 ];
 
 /// Fields that may be null.
-const NULL: [&str; 10] = [
+const NULL: [&str; 11] = [
+    "lag",
     "failed_round",
     "changed_per_cent",
     "device_of_trace",
@@ -219,6 +225,48 @@ fn json_has_the_promised_fields_and_no_others() {
     let output = replay(small.path(), "--device sim --json --fit");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     has_fields(&json(&output), &FIT);
+}
+
+/// The block that stream 1 allocates has room only where stream 0 freed one, ten operations before.
+#[test]
+fn what_another_stream_freed_is_ready_after_as_many_operations_as_the_device_lags() {
+    let each = |row: fn(u32) -> String| (2..12).map(row).collect::<String>();
+    let rows = each(|n| format!("0,a,{n},512,{n}\n"))
+        + "0,a,0,67108864,0\n0,f,0,67108864,0\n0,c,0,67108864,0\n"
+        + &each(|n| format!("0,f,{n},512,{n}\n0,c,{n},512,{n}\n"))
+        + "0,a,1,67108864,1\n0,f,1,67108864,1\n0,c,1,67108864,1\n";
+    let file = File::new("lag", format!("{HEADER}{rows}"));
+    for (lag, waits) in [(0, false), (10, false), (11, true), (1000, true)] {
+        let flags = format!("--device sim --repeat 1 --budget 84MiB --json --lag {lag}");
+        let value = json(&replay(file.path(), &flags));
+        let round = &value["rounds"][0];
+        assert_eq!(value["lag"], lag);
+        assert_eq!(number(&round["stream_waits"]) > 0, waits, "{lag}: {round}");
+        // A write and a read, and with a wait those of both blocks.
+        assert_eq!(number(&round["taken_path"]), if waits { 4 } else { 2 }, "{lag}: {round}");
+    }
+    let screen = text(&replay(file.path(), "--device sim --lag 10").stdout);
+    assert!(
+        screen.contains("(simulated), lag 10,") && screen.contains("--lag 10 --fit"),
+        "{screen}"
+    );
+}
+
+#[test]
+fn the_help_says_how_far_the_device_lags_by_default() {
+    let small = File::new("small-lag", SMALL);
+    let lag = &json(&replay(small.path(), "--device sim --json"))["lag"];
+    assert!(
+        text(&aquifer(["replay", "-h"]).stdout).contains(&format!("(default: {lag})")),
+        "{lag}"
+    );
+}
+
+#[test]
+fn a_recorded_trace_is_clean_whatever_the_lag() {
+    for lag in [0, 10, 100, 1000] {
+        recorded("resnet_train.csv.xz", &format!("--device sim --repeat 2 --lag {lag}"));
+    }
 }
 
 #[test]
@@ -327,7 +375,7 @@ fn a_pool_that_compacts_holds_less_of_a_recorded_program() {
         (of("peak_physical_bytes_of_all_rounds"), of("peak_live_bytes"))
     };
     let ((plain, live), (compact, _)) =
-        (held("--device sim --json"), held("--device sim --json --compact"));
+        (held("--device sim --json --lag 256"), held("--device sim --json --lag 256 --compact"));
     assert!(plain * 10 > live * 11, "{plain} of {live}");
     assert!(compact * 16 <= live * 17, "{compact} of {live}");
 }

@@ -33,6 +33,7 @@ fn clean() -> ReplayReport {
         device: "sim".into(),
         device_named: false,
         device_title: "simulated NVIDIA H200".into(),
+        lag: Some(DEFAULT_LAG),
         allocator: Allocator::Pool,
         budget: None,
         ignore_order: false,
