@@ -200,6 +200,25 @@ impl Trace {
         self.allocations() + self.frees
     }
 
+    /// Returns the peak of *active* bytes, in requested sizes: of blocks that are live, or freed
+    /// and still in use by another stream. A use without a completion lasts to the end. At least
+    /// [`peak_live`](Self::peak_live), and equal to it if no block lingers.
+    pub fn peak_active(&self) -> u64 {
+        let (mut active, mut peak) = (0_u64, 0);
+        for step in &self.steps {
+            let block = self.blocks[step.block as usize];
+            match step.action {
+                TraceAction::Allocate => active = active.saturating_add(block.bytes),
+                TraceAction::Free if block.lingers => {}
+                TraceAction::Free | TraceAction::Complete => {
+                    active = active.saturating_sub(block.bytes);
+                }
+            }
+            peak = peak.max(active);
+        }
+        peak
+    }
+
     /// Writes the blocks and steps as rows of [`TraceFormat::Events`], for other programs. Times
     /// are the numbers of the steps, since a trace keeps no times.
     ///

@@ -261,6 +261,7 @@ fn describe(
         snapshot: trace.snapshot,
         device_index: args.device_index,
         peak_live: trace.peak_live,
+        peak_active: trace.peak_active(),
         live_at_end: trace.live_at_end,
         peak_physical: checked.peak_physical,
         failure: checked.failure,

@@ -49,6 +49,8 @@ pub(crate) struct ReplayReport {
     pub(crate) device_index: Option<u32>,
     /// The trace's peak of live bytes, in requested sizes.
     pub(crate) peak_live: u64,
+    /// As `peak_live`, with a freed block counted until its recorded use by another stream is over.
+    pub(crate) peak_active: u64,
     /// Bytes that the trace never frees.
     pub(crate) live_at_end: u64,
     /// The peak of bytes that the allocator held from the driver.
@@ -332,6 +334,7 @@ impl ReplayReport {
             ("memory", self.memory.iter().map(of_memory).collect()),
             ("notes", json!(self.notes)),
             ("peak_live_bytes", json!(self.peak_live)),
+            ("peak_active_bytes", json!(self.peak_active)),
             ("peak_physical_bytes", json!(self.peak_physical)),
             ("peak_physical_bytes_of_all_rounds", json!(self.worst_physical().0)),
             ("completed", json!(self.completed())),

@@ -116,7 +116,7 @@ impl ReplayReport {
             lines,
             "peak live",
             &Bytes(self.peak_live).to_string(),
-            &format!("{} bytes", Count(self.peak_live)),
+            &format!("{} bytes; {} live or in use", Count(self.peak_live), Bytes(self.peak_active)),
         );
         let times =
             |bytes: u64| format!("{:.4} x live", bytes as f64 / self.peak_live.max(1) as f64);

@@ -130,7 +130,7 @@ fn help_and_version_are_no_mistakes() {
 
 /// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object, `a` array, `?` object
 /// or null.
-const FIELDS: [(&str, char); 33] = [
+const FIELDS: [(&str, char); 34] = [
     ("trace", 's'),
     ("device", 's'),
     ("lag", 'n'),
@@ -144,6 +144,7 @@ const FIELDS: [(&str, char); 33] = [
     ("plan", '?'),
     ("snapshot", '?'),
     ("peak_live_bytes", 'n'),
+    ("peak_active_bytes", 'n'),
     ("peak_physical_bytes", 'n'),
     ("peak_physical_bytes_of_all_rounds", 'n'),
     ("device_of_trace", 'n'),
@@ -267,6 +268,31 @@ fn a_recorded_trace_is_clean_whatever_the_lag() {
     for lag in [0, 10, 100, 1000] {
         recorded("resnet_train.csv.xz", &format!("--device sim --repeat 2 --lag {lag}"));
     }
+}
+
+#[test]
+fn a_freed_block_is_active_until_its_recorded_use_is_over() {
+    let first = "0,a,1,1000,0\n0,f,1,1000,0\n";
+    let rest = "0,a,2,700,0\n";
+    let done = "0,c,1,1000,0\n";
+    for (rows, flags, active) in [
+        (format!("{first}{done}{rest}"), "", 1000),
+        (format!("{first}{rest}{done}"), "", 1700),
+        (format!("{first}{rest}0,a,3,9,0\n{done}0,a,4,800,0\n"), "", 1709),
+        // Without its completion, to the end.
+        (format!("{first}{rest}"), "", 1700),
+        // A single stream has no other that uses it.
+        (format!("{first}{rest}{done}"), "--streams 1", 1000),
+    ] {
+        let file = File::new("active", format!("{HEADER}{rows}"));
+        let value = json(&replay(file.path(), &format!("--device sim --json {flags}")));
+        let live = if rows.contains("800") { 1509 } else { 1000 };
+        assert_eq!(value["peak_live_bytes"], live, "{rows}");
+        assert_eq!(value["peak_active_bytes"], active.max(live), "{rows}");
+    }
+    let file = File::new("active-screen", format!("{HEADER}{first}{rest}{done}"));
+    let screen = text(&replay(file.path(), "--device sim").stdout);
+    assert!(screen.contains("1,000 bytes; 1.66 KiB live or in use"), "{screen}");
 }
 
 #[test]

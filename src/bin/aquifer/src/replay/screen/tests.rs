@@ -45,6 +45,7 @@ fn clean() -> ReplayReport {
         snapshot: None,
         device_index: None,
         peak_live: 13_758_172_979,
+        peak_active: 13_790_000_000,
         live_at_end: 0,
         peak_physical: 14_029_946_880,
         failure: None,
