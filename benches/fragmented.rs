@@ -10,9 +10,7 @@
 //! slowest follows, which for 3 MiB takes new handles.
 #![expect(clippy::print_stdout, reason = "a benchmark shows what it found")]
 
-use aquifer::{
-    Block, Budget, DeviceId, DevicePool, Driver, PoolConfig, Request, Stream, sim::Sim,
-};
+use aquifer::{Block, Budget, DeviceId, DevicePool, Driver, PoolConfig, Request, Stream, sim::Sim};
 use std::{error::Error, sync::Arc, time::Instant};
 
 const KIB: u64 = 1 << 10;
@@ -22,7 +20,7 @@ const ROUNDS: usize = 21;
 fn main() -> Result<(), Box<dyn Error>> {
     println!("{:>8}  {:>22}  {:>22}", "ranges", "3 MiB, µs: median, most", "200 MiB refused, µs");
     for ranges in [2_000, 20_000, 200_000] {
-        let driver: Arc<dyn Driver> = Sim::h200(1).symbolic().unchecked().driver();
+        let driver: Arc<dyn Driver> = Sim::h200(1).symbolic().driver();
         let budget = Budget::new("a bench", 1 << 40);
         let config = PoolConfig::with_budget(budget.clone());
         let pool = DevicePool::open(driver, DeviceId(0), config)?;
@@ -31,14 +29,21 @@ fn main() -> Result<(), Box<dyn Error>> {
         let large = rounds(|| pool.alloc(&stream, Request::bytes(3 * MIB)).is_ok());
         budget.set_limit(budget.used() + 100 * MIB);
         let refused = rounds(|| pool.alloc(&stream, Request::bytes(200 * MIB)).is_err());
-        println!("{ranges:>8}  {:>15.1} {:>6.1}  {:>15.1} {:>6.1}", large.0, large.1, refused.0, refused.1);
+        println!(
+            "{ranges:>8}  {:>15.1} {:>6.1}  {:>15.1} {:>6.1}",
+            large.0, large.1, refused.0, refused.1
+        );
         drop(live);
     }
     Ok(())
 }
 
 /// Returns live blocks with as many free ranges between them.
-fn checkered(pool: &DevicePool, stream: &Stream, ranges: usize) -> Result<Vec<Block>, Box<dyn Error>> {
+fn checkered(
+    pool: &DevicePool,
+    stream: &Stream,
+    ranges: usize,
+) -> Result<Vec<Block>, Box<dyn Error>> {
     let blocks = (0..2 * ranges).map(|_| pool.alloc(stream, Request::bytes(100 * KIB)));
     let mut blocks = blocks.collect::<Result<Vec<_>, _>>()?;
     let mut keep = false;

@@ -411,9 +411,11 @@ impl PoolCore {
         options: PlaceOptions,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
-        let whole = self.sharing_policy.grows_whole_blocks(request.size());
-        let mut outcome =
-            PlaceOutcome { reserved: progress.reserved, whole, ..PlaceOutcome::default() };
+        let mut options = options;
+        options.apart |= options.grow
+            && !options.move_handles
+            && self.sharing_policy.grows_whole_blocks(request.size());
+        let mut outcome = PlaceOutcome { reserved: progress.reserved, ..PlaceOutcome::default() };
         if options.bounded {
             outcome.max_growth = Some(self.sharing_policy.growth_before_moves(request.size()));
         }

@@ -28,6 +28,10 @@ pub(crate) struct PlaceOptions {
     pub(crate) moves_first: bool,
     /// Whether new memory is limited to [`PlaceOutcome::max_growth`].
     pub(crate) bounded: bool,
+    /// Whether the block goes to unclaimed addresses, whatever is free elsewhere. Where handles may
+    /// move, the last one may be longer than the block needs: one that is still in use cannot be
+    /// replaced by a shorter one.
+    pub(crate) apart: bool,
 }
 
 /// The result of an attempt to place a block.
@@ -35,8 +39,6 @@ pub(crate) struct PlaceOptions {
 pub(crate) struct PlaceOutcome<'a> {
     /// A reservation that new memory draws from before it charges the budget.
     pub(crate) reserved: Option<&'a Mutex<Reservation>>,
-    /// If the attempt may grow but not take over, it grows by the whole block.
-    pub(crate) whole: bool,
     /// The most bytes that may be taken from the driver, if they are limited.
     pub(crate) max_growth: Option<u64>,
     /// Bytes taken from the driver.

@@ -40,7 +40,15 @@ const fn options(
     grow: bool,
     move_handles: bool,
 ) -> PlaceOptions {
-    PlaceOptions { readiness, granularity, grow, move_handles, moves_first: false, bounded: false }
+    PlaceOptions {
+        readiness,
+        granularity,
+        grow,
+        move_handles,
+        moves_first: false,
+        bounded: false,
+        apart: false,
+    }
 }
 
 /// Whole slots in any cache that are free, and whose work is done.
@@ -106,20 +114,25 @@ pub(super) const REUSE_FIRST: &[Step] = &[
     Step::FromAll(ALL),
 ];
 
+/// Handles, also from under memory that is still in use, at addresses of their own.
+const MOVE_APART: PlaceOptions =
+    PlaceOptions { apart: true, ..options(Readiness::MayWait, Granularity::Units, false, true) };
+
 /// Where most memory is idle, or new memory would exceed the bound of what is held: handles move as
 /// well.
 ///
 /// The order: whole free slots of all caches, so that the next small blocks of the stream find room
 /// in its own; free pieces; pending frees that their streams wait for on the device; free pieces
 /// that are still in use; handles, also from under memory that is still in use, after new memory up
-/// to the bound of a pool that compacts. If these are not enough, memory grows beyond the bound:
-/// all such handles, and new memory for the rest; the same without waits.
+/// to the bound; such handles alone, at addresses of their own. If these are not enough, memory
+/// grows beyond the bound: all such handles, and new memory for the rest; the same without waits.
 pub(super) const COMPACT_FIRST: &[Step] = &[
     Step::FromAll(ADOPT),
     Step::FromAll(ADOPT_UNITS),
     Step::Wait,
     Step::FromAll(ADOPT_IN_USE),
     Step::FromAll(ALL_IN_BOUND),
+    Step::FromAll(MOVE_APART),
     Step::FromAll(MOVE_IN_USE_AND_GROW),
     Step::FromAll(MOVE_AND_GROW),
 ];

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     Request,
+    base::policy_params::policy,
     physical::{
         options::{PlaceOptions, PlaceOutcome, Readiness},
         slots::Mapping,
@@ -23,6 +24,8 @@ pub(super) struct Claim<'a> {
     pub(super) pieces: List<'a, RangePiece>,
     /// The maximum number of slots that one handle may cover.
     pub(super) largest: u64,
+    /// The slots at the end of the window that need no handle.
+    pub(super) overhang: u64,
     /// Lasts from before anything is taken until all of it is in some list again.
     pub(super) _move: MoveGuard<'a>,
 }
@@ -53,11 +56,18 @@ impl Mapped {
         let Some(exact) = request.size().checked_next_multiple_of(HEAP.unit) else {
             return ClaimOutcome::NoWindow;
         };
+        let overhang = match options.apart && options.move_handles {
+            true => policy().largest_handle / self.slot,
+            false => 0,
+        };
         let mut claim = None;
         // Small blocks come from slabs of the heap. A whole slot gives the heap room for many
         // blocks, a unit for one.
         let several = if options.granularity == Granularity::Slots { self.slot } else { HEAP.page };
-        let sizes = [(several, several.max(request.alignment())), (exact, request.alignment())];
+        let sizes = [
+            (several, several.max(request.alignment())),
+            (exact + overhang * self.slot, request.alignment()),
+        ];
         for (bytes, align) in if small { &sizes[..] } else { &sizes[1..] } {
             let ranges = free_ranges.all.iter().filter_map(|free_range| {
                 let own =
@@ -67,8 +77,7 @@ impl Mapped {
                 } else {
                     self.whole_range(free_range.range)
                 };
-                (range.len > 0 && !(outcome.whole && options.grow && !options.move_handles))
-                    .then_some(range)
+                (range.len > 0 && !options.apart).then_some(range)
             });
             let mut slots = self.slots();
             let backs = options.grow || options.move_handles;
@@ -83,7 +92,8 @@ impl Mapped {
             drop(slots);
             let typical = free_ranges.typical_block(request.size());
             let largest = self.largest_handle(self.held.now(), free_ranges.live, typical);
-            claim = Some(Claim { window, pieces: List::new_in(bump), largest, _move: guard });
+            claim =
+                Some(Claim { window, pieces: List::new_in(bump), largest, overhang, _move: guard });
             break;
         }
         let Some(mut claim) = claim else { return ClaimOutcome::NoWindow };
@@ -115,6 +125,14 @@ impl Mapped {
     /// Releases a claim.
     pub(super) fn unclaim(&self, claim: Claim<'_>) {
         self.unclaim_except(claim, &[]);
+    }
+
+    /// Releases the last slots of a claim that no handle covers.
+    pub(super) fn shorten(&self, claim: &mut Claim<'_>, unused: u64) {
+        if let Some((first, count)) = claim.window.missing.last_mut() {
+            *count -= unused;
+            self.slots().release(*first + *count, unused);
+        }
     }
 
     /// Releases a claim, except for the slots under `stuck`.

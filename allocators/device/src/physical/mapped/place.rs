@@ -53,7 +53,7 @@ impl Mapped {
             beside_bare: options.grow || options.move_handles,
             own_parts: options.granularity == Granularity::Slots,
         };
-        let claim = loop {
+        let mut claim = loop {
             let free_ranges =
                 self.free_ranges(&pass, donors, Some(cache), options.readiness, reach);
             match self.claim(cache, &free_ranges, request, options, fit, outcome) {
@@ -65,6 +65,9 @@ impl Mapped {
         let mut plan = MappingPlan::new(&pass);
         match self.back_window(cache, donors, &claim, options, &mut plan, outcome) {
             Ok(true) => {
+                if plan.unused > 0 {
+                    self.shorten(&mut claim, plan.unused);
+                }
                 let (used, unused) = plan.split_busy();
                 self.zombify(used);
                 self.restore_mappings(unused);
@@ -168,7 +171,11 @@ impl Mapped {
             if request.size() <= HEAP.small_max {
                 s.allocate(request)
             } else {
-                s.allocate_at(claim.window.block, request)
+                let start = claim.window.block.start;
+                s.allocate_at(
+                    Range { start, len: request.size().next_multiple_of(HEAP.unit) },
+                    request,
+                )
             }
         })
     }

@@ -35,6 +35,8 @@ pub(super) struct MappingPlan<'s> {
     unspent_new: u64,
     /// The handles and their planned slots.
     pub(super) planned: List<'s, PlannedMapping>,
+    /// The slots at the end of the window that no planned handle covers.
+    pub(super) unused: u64,
     /// Mappings whose work is not done. Their handles are mapped a second time.
     pub(super) busy: List<'s, ReclaimedMapping<'s>>,
     /// Mappings made by this attempt that the driver refused to remove.
@@ -76,6 +78,7 @@ impl<'s> MappingPlan<'s> {
             unspent: None,
             unspent_new: 0,
             planned: List::new_in(bump),
+            unused: 0,
             busy: List::new_in(bump),
             stuck: List::new_in(bump),
         }
@@ -197,7 +200,7 @@ impl Mapped {
         plan: &mut MappingPlan<'_>,
         outcome: &mut PlaceOutcome<'_>,
     ) -> Result<bool> {
-        let need = claim.window.need() * self.slot;
+        let need = (claim.window.need() - claim.overhang) * self.slot;
         if need == 0 {
             return Ok(true);
         }
@@ -269,8 +272,8 @@ impl Mapped {
         outcome: &mut PlaceOutcome<'_>,
     ) -> Result<(), Option<HandleError>> {
         for &(mut first, mut left) in &claim.window.missing {
-            while left > 0 {
-                let mut wanted = left.min(claim.largest);
+            while left > claim.overhang {
+                let mut wanted = (left - claim.overhang).min(claim.largest);
                 let unmapped = match plan.largest_within(left * self.slot) {
                     Some(at) => plan.unmapped.swap_remove(at),
                     None => loop {
@@ -293,6 +296,7 @@ impl Mapped {
                 let count = plan.map_at(first, unmapped, self.slot);
                 (first, left) = (first + count, left - count);
             }
+            plan.unused = left;
         }
         Ok(())
     }
@@ -316,7 +320,9 @@ impl Mapped {
             paid = plan.draw(bytes);
         }
         if paid.is_none() {
-            match funds.map(|funds| funds.charge(bytes)) {
+            let left =
+                outcome.max_growth.map_or(u64::MAX, |most| most.saturating_sub(outcome.grown));
+            match funds.filter(|_| bytes <= left).map(|funds| funds.charge(bytes)) {
                 Some(Ok(charge)) => {
                     drawn = false;
                     paid = Some((charge, bytes));

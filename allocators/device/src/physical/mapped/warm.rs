@@ -20,6 +20,7 @@ const NEW: PlaceOptions = PlaceOptions {
     move_handles: false,
     moves_first: false,
     bounded: false,
+    apart: true,
 };
 
 impl Mapped {
@@ -51,6 +52,7 @@ impl Mapped {
                 window,
                 pieces: List::new_in(&pass),
                 largest: self.largest_handle(bytes, 0, 0),
+                overhang: 0,
                 _move: self.begin_move(),
             }
         };
