@@ -20,7 +20,9 @@ const ROUNDS: usize = 21;
 fn main() -> Result<(), Box<dyn Error>> {
     println!("{:>8}  {:>22}  {:>22}", "ranges", "3 MiB, µs: median, most", "200 MiB refused, µs");
     for ranges in [2_000, 20_000, 200_000] {
-        let driver: Arc<dyn Driver> = Sim::h200(1).symbolic().driver();
+        let sim = Sim::h200(1).symbolic();
+        sim.oracle(false);
+        let driver: Arc<dyn Driver> = sim.driver();
         let budget = Budget::new("a bench", 1 << 40);
         let config = PoolConfig::with_budget(budget.clone());
         let pool = DevicePool::open(driver, DeviceId(0), config)?;

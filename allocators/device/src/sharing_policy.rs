@@ -11,6 +11,9 @@
 //! 3. memory that is still in use, which it waits for on the device;
 //! 4. idle handles, which move to where the block needs them;
 //! 5. new memory above the bound, up to the limit: live blocks pin the rest.
+//!
+//! Where threads meet on the slow path, the bound rises by two of their blocks, so that they soon
+//! have what they need in caches of their own.
 
 use crate::base::policy_params::{policy, sixteenths};
 use aquifer_core::Budget;
@@ -70,6 +73,10 @@ pub(crate) struct SharingPolicy {
     bound: Option<u64>,
     compacts: bool,
     all_shared: AtomicBool,
+    /// The threads on the slow path.
+    threads: AtomicU64,
+    /// The bytes by which the bound has risen because threads met there.
+    met: AtomicU64,
     /// Half of the bound is left.
     spacious: AtomicBool,
     /// At most a third of the held memory is idle.
@@ -86,6 +93,15 @@ pub(crate) struct SharingPolicy {
     peak_live: AtomicU64,
     /// Bytes held at the last decision.
     held: AtomicU64,
+}
+
+/// A thread on the slow path.
+pub(crate) struct OnSlowPath<'a>(&'a SharingPolicy);
+
+impl Drop for OnSlowPath<'_> {
+    fn drop(&mut self) {
+        self.0.threads.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl SharingPolicy {
@@ -117,6 +133,21 @@ impl SharingPolicy {
     #[inline]
     pub(crate) fn prefers_shared(&self, bytes: u64) -> bool {
         bytes > policy().own_cache_max && self.shares_all()
+    }
+
+    /// Returns whether a block of `bytes` searches the shared free list before anything is polled. A
+    /// large block is worth the poll.
+    pub(crate) fn searches_shared_first(&self, bytes: u64) -> bool {
+        self.prefers_shared(bytes) && bytes < policy().large_block
+    }
+
+    /// Counts a thread on the slow path, for a block of `bytes`, until the value is dropped. Raises
+    /// the bound where another thread is there.
+    pub(crate) fn enter_slow_path(&self, bytes: u64) -> OnSlowPath<'_> {
+        if self.threads.fetch_add(1, Ordering::Relaxed) > 0 {
+            self.met.fetch_add(2 * bytes.min(policy().large_block), Ordering::Relaxed);
+        }
+        OnSlowPath(self)
     }
 
     /// Returns the pieces of the shared free list that serve a block of `bytes` which does not fit
@@ -164,8 +195,12 @@ impl SharingPolicy {
     /// Returns the bytes that the pool may hold where `peak` is the most that was in use; `None` if
     /// streams keep their memory for good.
     fn bound(&self, peak: u64) -> Option<u64> {
-        let least = if self.compacts { 0 } else { policy().least_slack };
-        self.bound.map(|parts| sixteenths(peak, parts).max(peak.saturating_add(least)))
+        if self.compacts {
+            return self.bound.map(|parts| sixteenths(peak, parts));
+        }
+        let least = peak.saturating_add(policy().least_slack);
+        let met = self.met.load(Ordering::Relaxed);
+        self.bound.map(|parts| sixteenths(peak, parts).max(least).saturating_add(met))
     }
 
     /// Returns the bytes that can be added to what is held before it exceeds the bound, where a

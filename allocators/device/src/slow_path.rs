@@ -87,6 +87,7 @@ impl PoolCore {
         }
         // One deadline for all rounds.
         let _request = begin_request();
+        let _counted = self.sharing_policy.enter_slow_path(request.size());
         let mut progress = Progress { reserved, ..Progress::default() };
         let mut block = self.run_slow_path(cache, request, &mut progress);
         // Another thread may have been moving memory between caches. Retry, since that memory may
@@ -258,6 +259,14 @@ impl PoolCore {
         (progress.move_counts, progress.own_moves) = (self.move_counts(), 0);
         let sharing = self.config.adoption != Adoption::Never;
         let own = [cache];
+        // What this stream itself has freed is often enough, and no other is disturbed then.
+        if sharing
+            && self.sharing_policy.searches_shared_first(request.size())
+            && let Some(block) =
+                self.allocate_shared(cache, &own, request, Granularity::Units, progress)
+        {
+            return Ok(Some(block));
+        }
         self.dedicated.reap_nonblocking();
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);

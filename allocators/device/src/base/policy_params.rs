@@ -1,7 +1,7 @@
 //! The thresholds of the pool's policies.
 //!
 //! They decide how tightly memory is packed and how often streams wait for each other, never
-//! whether memory is used correctly. `src/guide/inside/thresholds.md` has a sweep of each.
+//! whether memory is used correctly. `src/guide/inside/thresholds.md` has how they were chosen.
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -17,18 +17,6 @@ macro_rules! policy_params {
 
         /// The thresholds that all pools use.
         pub(crate) const POLICY: PolicyParams = PolicyParams { $($name: $value,)+ };
-
-        #[cfg(feature = "sweep")]
-        impl PolicyParams {
-            /// Sets a threshold by its name. Returns whether there is one of that name.
-            fn set(&mut self, name: &str, value: u64) -> bool {
-                match name {
-                    $(stringify!($name) => self.$name = value,)+
-                    _ => return false,
-                }
-                true
-            }
-        }
     };
 }
 
@@ -74,32 +62,10 @@ policy_params! {
     block_parts: 16,
 }
 
-/// Returns the thresholds in use.
-#[cfg(not(feature = "sweep"))]
+/// Returns the thresholds that all pools use.
 #[inline]
 pub(crate) const fn policy() -> &'static PolicyParams {
     &POLICY
-}
-
-/// Returns the thresholds in use: those that `AQUIFER_SWEEP` names, as `name=value,…`, and else
-/// those of [`POLICY`].
-///
-/// # Panics
-/// If it names no threshold or no number. A sweep of the wrong values would prove nothing.
-#[cfg(feature = "sweep")]
-pub(crate) fn policy() -> &'static PolicyParams {
-    static SWEPT: std::sync::LazyLock<PolicyParams> = std::sync::LazyLock::new(|| {
-        let mut params = POLICY;
-        let text = std::env::var("AQUIFER_SWEEP").unwrap_or_default();
-        for part in text.split(',').filter(|part| !part.is_empty()) {
-            let set = part.split_once('=').is_some_and(|(name, value)| {
-                value.parse().is_ok_and(|value| params.set(name, value))
-            });
-            assert!(set, "AQUIFER_SWEEP has no threshold {part:?}");
-        }
-        params
-    });
-    &SWEPT
 }
 
 /// Returns so many sixteenths of `bytes`, rounded down.

@@ -160,8 +160,8 @@ fn small_blocks_find_room_in_their_caches_until_half_of_the_budget_is_live() {
         let (kept, freed): (Vec<_>, Vec<_>) =
             blocks.into_iter().enumerate().partition(|(at, _)| at % 2 == 0);
         drop(freed);
-        // A block of another stream comes from the shared list, and caches give to it.
-        let _shared = take(&rig, &v, 2);
+        // A large block of another stream comes from the shared list, and caches give to it.
+        let _shared = take(&rig, &v, 16);
         let adoptions = rig.pool.stats().adoptions;
         let again: Vec<_> = (0..4).map(|_| rig.pool.alloc(&s, small).unwrap()).collect();
         assert_eq!(rig.pool.stats().adoptions == adoptions, cached, "{live} MiB are live");
