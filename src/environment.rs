@@ -26,7 +26,7 @@ use std::{
 
 const PREFIX: &str = "AQUIFER_";
 /// The variables of [the guide's page](crate::guide::environment) that begin so.
-const KNOWN: [&str; 28] = [
+const KNOWN: [&str; 27] = [
     "AQUIFER_AGREE_PROGRAMS",
     "AQUIFER_AGREE_SEED",
     "AQUIFER_BIN",

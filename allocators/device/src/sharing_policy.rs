@@ -135,8 +135,8 @@ impl SharingPolicy {
         bytes > policy().own_cache_max && self.shares_all()
     }
 
-    /// Returns whether a block of `bytes` searches the shared free list before anything is polled. A
-    /// large block is worth the poll.
+    /// Returns whether a block of `bytes` searches the shared free list before anything is polled.
+    /// A large block is worth the poll.
     pub(crate) fn searches_shared_first(&self, bytes: u64) -> bool {
         self.prefers_shared(bytes) && bytes < policy().large_block
     }

@@ -100,8 +100,8 @@ impl Mapped {
         spare + candidates.iter().filter(|c| !c.busy).map(|c| c.count * self.slot).sum::<u64>()
     }
 
-    /// Returns the free ranges in which a handle may lie that nothing uses. Only where several lists
-    /// have free memory can short ranges of theirs make up a handle.
+    /// Returns the free ranges in which a handle may lie that nothing uses. Only where several
+    /// lists have free memory can short ranges of theirs make up a handle.
     fn releasable<'s>(&self, bump: &'s Bump, donors: &[&'static StreamCache]) -> FreeRanges<'s> {
         let with_free = donors.iter().filter(|donor| donor.with(|s| s.heap.free_bytes() > 0));
         let lists = with_free.count() + usize::from(self.shared_free().bytes() > 0);

@@ -76,8 +76,8 @@ impl Mapped {
     }
 
     /// Unmaps zombies whose streams are done with them, adjacent ones in one call, and releases
-    /// their slots, which stay claimed until then. Makes at most `most` calls. Called by each search
-    /// for a place and by each trim of the mapped memory: so by slow paths,
+    /// their slots, which stay claimed until then. Makes at most `most` calls. Called by each
+    /// search for a place and by each trim of the mapped memory: so by slow paths,
     /// [`DevicePool::trim`](crate::DevicePool::trim) and a reclaim.
     /// [`DevicePool::poll`](crate::DevicePool::poll) only polls the work that zombies wait for.
     /// Never blocks.
