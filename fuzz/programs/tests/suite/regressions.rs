@@ -48,6 +48,9 @@ regressions! {
     memory_of_a_block_whose_resume_was_undone_serves_any_stream_after_its_free: "park" [
         (10743036682643789319, 5174),
     ];
+    a_small_block_may_take_a_handle_that_is_still_in_use_and_longer_than_it_needs: "device" [
+        (3451306073315346828, 12499),
+    ];
     a_group_has_room_where_it_was_held_over_the_same_devices: "placement" [
         (2358099568764263775, 13674),
     ];

@@ -64,11 +64,8 @@ impl Mapped {
         // Small blocks come from slabs of the heap. A whole slot gives the heap room for many
         // blocks, a unit for one.
         let several = if options.granularity == Granularity::Slots { self.slot } else { HEAP.page };
-        let sizes = [
-            (several, several.max(request.alignment())),
-            (exact + overhang * self.slot, request.alignment()),
-        ];
-        for (bytes, align) in if small { &sizes[..] } else { &sizes[1..] } {
+        let sizes = [(several, several.max(request.alignment())), (exact, request.alignment())];
+        for &(bytes, align) in if small { &sizes[..] } else { &sizes[1..] } {
             let ranges = free_ranges.all.iter().filter_map(|free_range| {
                 let own =
                     free_ranges.cache_of(free_range).is_some_and(|from| std::ptr::eq(from, cache));
@@ -82,7 +79,8 @@ impl Mapped {
             let mut slots = self.slots();
             let backs = options.grow || options.move_handles;
             let bare = slots.free_runs().filter(|_| backs);
-            let window = window::best(bump, ranges, bare, self.grid(), *bytes, *align, fit);
+            let bytes = bytes.saturating_add(overhang * self.slot);
+            let window = window::best(bump, ranges, bare, self.grid(), bytes, align, fit);
             let Some(window) = window else { continue };
             let guard = self.begin_move();
             outcome.own_moves += 1;
