@@ -1,6 +1,6 @@
 //! Settings of a pool.
 
-use crate::Debugging;
+use crate::{Debugging, sharing_policy::DEFAULT_SLACK};
 use aquifer_core::{Budget, DeviceId, MemoryError, Recorder, Result};
 use aquifer_driver::{DeviceInfo, Driver, ExportTypes};
 use aquifer_plan::Plan;
@@ -67,20 +67,34 @@ pub struct PoolConfig {
     /// granularity, usually 2 MiB, up to 64 MiB, by how much memory is held and left to take.
     /// Default: 0.
     pub handle_bytes: u64,
-    /// Keeps held memory within 17/16 of the peak in use, whatever that costs. Every pool behaves
-    /// as if its bound were the limit of the budget: streams share free memory, a block waits on
-    /// the device for what another stream still uses, and free memory moves to where it is missing,
-    /// at some 40 to 80 µs for each handle. The bound of other pools rises up to 19/16, and is then
-    /// given up for a time, where handles move too often for it, or where several threads allocate
-    /// at once: those take turns, and sixteen need up to 30 µs for a block. What shares a handle
-    /// with a live block cannot move, and may exceed the bound by some per cent.
+    /// The memory that the pool may hold beyond the peak of its live bytes, in per cent of that
+    /// peak. Default: 17, and 64 MiB if that is more.
     ///
-    /// Each search asks the driver first which work is done. The figures of the guide have what
-    /// this setting saves and costs for real programs.
+    /// The pool treats this bound as a limit of its budget: streams share free memory, a block
+    /// waits on the device for memory that another stream still uses, and free memory moves to
+    /// where it is missing, at some 40 to 80 µs for each handle. Memory in a handle with a live
+    /// block cannot move, and may exceed the bound by some per cent.
     ///
-    /// Only on devices with virtual memory. A budget bounds held memory too, at similar costs.
-    /// Default: `false`.
-    pub compact: bool,
+    /// 6 packs as tightly as is sensible. Then the first round takes longer, several streams take
+    /// slow paths, threads that allocate at once take turns, and handles move in later rounds too.
+    /// A value below the default has no least of 64 MiB. With a larger one, a pool waits and moves
+    /// less and holds more.
+    ///
+    /// With [`Adoption::Never`], only a value below the default is a bound. Only on devices with
+    /// virtual memory. At most [`MAX_SLACK`](Self::MAX_SLACK).
+    ///
+    /// ```
+    /// use aquifer::{DeviceId, DevicePool, MemoryError, PoolConfig, sim::Sim};
+    /// let mut config = PoolConfig::default();
+    /// config.slack = 6;    // hold at most 1.06 times the peak of live bytes
+    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config.clone())?;
+    /// config.slack = PoolConfig::MAX_SLACK + 1;
+    /// let refused = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config);
+    /// assert!(matches!(refused, Err(MemoryError::BadSetting { name: "slack", .. })));
+    /// # drop(pool);
+    /// # Ok::<(), aquifer::MemoryError>(())
+    /// ```
+    pub slack: u32,
     /// Bytes that may be idle in the pool: held, and not in live blocks. When a slow path of any
     /// stream has served its request, after a stream of the pool is
     /// [synchronised](aquifer_stream::Stream::synchronize), and in
@@ -175,7 +189,7 @@ impl Default for PoolConfig {
             adoption: Adoption::default(),
             wait: Duration::from_secs(10),
             handle_bytes: 0,
-            compact: false,
+            slack: DEFAULT_SLACK,
             release_threshold: u64::MAX,
             warm_reserve: 0,
             stream_cache: u64::MAX,
@@ -194,6 +208,9 @@ impl Default for PoolConfig {
 }
 
 impl PoolConfig {
+    /// The maximum of [`slack`](Self::slack), in per cent.
+    pub const MAX_SLACK: u32 = 10_000;
+
     /// Returns the default settings with this budget.
     #[must_use]
     pub fn with_budget(budget: Budget) -> Self {
@@ -264,6 +281,18 @@ impl PoolConfig {
             let expected = "0 or a power of two, at most the device's memory";
             MemoryError::BadSetting { name, value, expected }
         })
+    }
+
+    /// Checks that [`slack`](Self::slack) is not above its maximum.
+    ///
+    /// # Errors
+    /// [`MemoryError::BadSetting`].
+    pub(crate) fn check_slack(&self) -> Result<()> {
+        if self.slack <= Self::MAX_SLACK {
+            return Ok(());
+        }
+        let (name, value) = ("slack", self.slack.to_string());
+        Err(MemoryError::BadSetting { name, value, expected: "at most 10000 per cent" })
     }
 
     /// Checks the retention settings against each other, the budget's limit and the device.

@@ -91,39 +91,17 @@
 //! [`Adoption::Never`], for blocks from 8 MiB on, for those above 64 KiB while half of the budget
 //! is left, and for all while free memory is shared. If less is left, and memory is not shared,
 //! whole slots of it serve blocks of any size until half of the budget is live. Other blocks find
-//! the list in the searches below: each of them sees it beside the caches that it names.
+//! the list in the later searches, which all see it.
 //!
 //! "New memory" is what is missing at the best place: a block goes to where the fewest handles are
 //! missing, among free ranges and unused addresses. So warmed memory is used before a handle is
 //! created. Spare handles, which the pool holds and has mapped nowhere, come before new ones.
 //!
-//! What a stream without room takes:
-//!
-//! - Half of the budget is left, and less than a third is idle: new memory, so streams keep apart.
-//! - Half of the budget is left, and as much was in use before as now with the block: for blocks
-//!   from 8 MiB first freed memory, with a wait on the device if necessary. Then new memory, as
-//!   long as the block.
-//! - Half of the budget is left, and more is idle: for blocks from 16 MiB first freed memory, with
-//!   a wait on the device if necessary. Then new memory.
-//! - A block would raise what is held above a bound, 17/16 of the peak in use or 96 MiB more than
-//!   it: freed memory, with a wait on the device if necessary. Then new memory up to the bound, and
-//!   handles move for the rest. In all these rules the bound counts as the budget, and what the
-//!   pool holds as its use, if that leaves less.
-//! - Less than half of the budget is left, and memory is not shared: as where more is idle, for
-//!   blocks of any size.
-//! - Less than half of the budget is left, and there are several streams: all free memory is
-//!   shared. The stream takes the lowest address that is ready, whichever stream used it last. If
-//!   there is none, it takes new memory, then one that is still in use, with a wait on the device,
-//!   and only then do handles move.
-//!
-//! The bound rises where it costs too much: where more than one handle moves for 128 blocks, or
-//! where as often two threads are in a slow path at once. It does so by a 64th of the peak at a
-//! time, up to 19/16 of the peak, and where less than half of the budget is left it is 19/16 at
-//! once. Where it costs more than one move for 16 blocks even there, it yields for a time. The
-//! other rules then hold as if there were no bound, and handles move before a block above 1 MiB
-//! would raise what is held above 28/16 of the peak. The first such time is a million blocks long,
-//! and each next one twice as long. The bound of a pool that [compacts](PoolConfig::compact) stays
-//! at 17/16 of the peak.
+//! A pool holds at most its [slack](PoolConfig::slack) more than the peak of its live bytes. Where
+//! this bound leaves less than the budget, it counts as the budget in all rules of this section,
+//! and held memory as its use. Streams share all free memory once more than half of it is held.
+//! `allocators/device/src/sharing_policy.rs` lists, in their order, the steps by which a stream
+//! without room finds memory.
 //!
 //! A handle has 2 to 64 MiB: a 64th of what is held or a 4096th of what the pool could still take,
 //! the lesser of the two, or if it is more, a 16th of the block, or of the mean live block if that

@@ -151,6 +151,7 @@ impl DevicePool {
             && config.warm_reserve == 0
             && config.stream_cache == u64::MAX;
         let maps = info.virtual_memory && info.granularity > 0 && !config.whole_allocations;
+        config.check_slack()?;
         config.check_retention(budget.limit(), maps)?;
         let slot = config.slot(&info)?;
         let accessors = config.accessors(&*driver, device, maps)?;

@@ -223,7 +223,7 @@ impl PoolCore {
             status,
             recorded_limit: Mutex::new(Some(u64::MAX)),
             recorded_outside: Mutex::default(),
-            sharing_policy: SharingPolicy::new(sharing, config.compact),
+            sharing_policy: SharingPolicy::new(sharing, config.slack),
             retention: Retention::new(config.release_threshold, config.stream_cache),
             config,
             listing: OnceLock::new(),

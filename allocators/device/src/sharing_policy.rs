@@ -1,10 +1,10 @@
 //! The policy that decides how much memory a pool holds, and whether its streams share free memory.
 //!
-//! **One bound.** A pool holds at most 19/16 of the peak of its live bytes, or 64 MiB more than it
-//! if that is more; 17/16 if it [compacts](crate::PoolConfig::compact); the limit of its budget if
-//! that is less. Each stream keeps a cache of its own, and streams share all free memory once more
-//! than half of the bound is held. A stream without room takes the first of these that serves its
-//! block:
+//! **One bound.** A pool holds at most the peak of its live bytes and its
+//! [slack](crate::PoolConfig::slack), by default 17 % of the peak, or the limit of its budget if
+//! that is less. The slack is at least 64 MiB unless it is set below 17 %. Each stream keeps a
+//! cache of its own, and streams share all free memory once more than half of the bound is held. A
+//! stream without room takes the first of these that serves its block:
 //!
 //! 1. below half of the bound: new memory, unless the block is large and much is idle;
 //! 2. free memory of any stream whose work is done, then new memory up to the bound;
@@ -15,9 +15,12 @@
 //! Where threads meet on the slow path, the bound rises by two of their blocks, so that they soon
 //! have what they need in caches of their own.
 
-use crate::base::policy_params::{policy, sixteenths};
+use crate::base::policy_params::{fraction, policy};
 use aquifer_core::Budget;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// The default of [`PoolConfig::slack`](crate::PoolConfig::slack), in per cent.
+pub(crate) const DEFAULT_SLACK: u32 = 17;
 
 /// The memory of one stream, in bytes.
 #[derive(Clone, Copy, Debug)]
@@ -69,9 +72,8 @@ pub(crate) enum Fit {
 pub(crate) struct SharingPolicy {
     /// Whether the caches can share. If not, each keeps its memory for good.
     sharing: bool,
-    /// The sixteenths of the peak that the pool may hold, if it has a bound.
-    bound: Option<u64>,
-    compacts: bool,
+    /// The per cent of the peak that the pool may hold beyond it, if it has a bound.
+    slack: Option<u64>,
     all_shared: AtomicBool,
     /// The threads on the slow path.
     threads: AtomicU64,
@@ -106,12 +108,10 @@ impl Drop for OnSlowPath<'_> {
 
 impl SharingPolicy {
     /// Creates a policy under which streams start separate, and stay so unless `sharing` is set.
-    pub(crate) fn new(sharing: bool, compacts: bool) -> Self {
-        let bound = match compacts {
-            true => Some(policy().compact_bound),
-            false => sharing.then_some(policy().default_bound),
-        };
-        Self { sharing, bound, compacts, ..Self::default() }
+    /// Without sharing, only a `slack` below the default bounds what is held.
+    pub(crate) fn new(sharing: bool, slack: u32) -> Self {
+        let is_bounded = sharing || slack < DEFAULT_SLACK;
+        Self { sharing, slack: is_bounded.then_some(u64::from(slack)), ..Self::default() }
     }
 
     /// Returns whether streams share free memory.
@@ -193,14 +193,15 @@ impl SharingPolicy {
     }
 
     /// Returns the bytes that the pool may hold where `peak` is the most that was in use; `None` if
-    /// streams keep their memory for good.
+    /// it has no bound.
     fn bound(&self, peak: u64) -> Option<u64> {
-        if self.compacts {
-            return self.bound.map(|parts| sixteenths(peak, parts));
+        let slack = self.slack?;
+        let share = fraction(peak, slack, 100);
+        if slack < u64::from(DEFAULT_SLACK) {
+            return Some(peak.saturating_add(share));
         }
-        let least = peak.saturating_add(policy().least_slack);
         let met = self.met.load(Ordering::Relaxed);
-        self.bound.map(|parts| sixteenths(peak, parts).max(least).saturating_add(met))
+        Some(peak.saturating_add(share.max(policy().least_slack)).saturating_add(met))
     }
 
     /// Returns the bytes that can be added to what is held before it exceeds the bound, where a
@@ -253,7 +254,7 @@ impl SharingPolicy {
             .filter(|stream| held(stream) > used / policy().holder_part.max(2 * some));
         let spacious = used <= limit / 2;
         let all_shared = self.sharing && !spacious && holders.count() > 1;
-        let ample = free <= sixteenths(live, policy().ample_idle);
+        let ample = free <= fraction(live, policy().ample_idle, 16);
         let tight = limit.saturating_sub(used) + free < limit / policy().tight_part;
         self.held.store(all_held, Ordering::Relaxed);
         self.live.store(live, Ordering::Relaxed);
@@ -282,6 +283,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
     const LARGE: u64 = POLICY.large_block;
+    const LARGEST: u32 = 10_000;
 
     fn footprint(live: u64, free: u64) -> CacheFootprint {
         CacheFootprint { live, free }
@@ -289,7 +291,7 @@ mod tests {
 
     /// Returns a policy that has no bound.
     fn unbounded() -> SharingPolicy {
-        SharingPolicy { bound: None, ..SharingPolicy::new(true, false) }
+        SharingPolicy { slack: None, ..SharingPolicy::new(true, 0) }
     }
 
     #[test]
@@ -306,7 +308,8 @@ mod tests {
 
     #[test]
     fn a_stream_that_holds_nearly_all_memory_does_not_share() {
-        let (policy, budget) = (SharingPolicy::new(true, false), Budget::new("a test", 800));
+        let (policy, budget) =
+            (SharingPolicy::new(true, DEFAULT_SLACK), Budget::new("a test", 800));
         let charge = budget.charge(800);
         let step = |first: u64, second: u64| {
             policy.update(&budget, &[footprint(first, 0), footprint(second / 2, second / 2)], 0);
@@ -322,13 +325,13 @@ mod tests {
         let budget = Budget::new("a test", 1600);
         let _charge = budget.charge(1600);
         for count in [2, 7, 8, 9, 16, 100] {
-            let policy = SharingPolicy::new(true, false);
+            let policy = SharingPolicy::new(true, DEFAULT_SLACK);
             // Streams that hold nothing do not count.
             let mut equal = vec![footprint(1600 / count, 0); count as usize];
             equal.extend([footprint(0, 0); 50]);
             policy.update(&budget, &equal, 0);
             assert!(policy.shares_all(), "{count} equal streams");
-            let policy = SharingPolicy::new(true, false);
+            let policy = SharingPolicy::new(true, DEFAULT_SLACK);
             let mut small = vec![footprint(160 / count, 0); count as usize];
             small.push(footprint(1440, 0));
             policy.update(&budget, &small, 0);
@@ -371,9 +374,9 @@ mod tests {
     #[test]
     fn handles_move_before_a_pool_exceeds_its_bound() {
         let budget = Budget::new("a test", 1 << 40);
-        for (compacts, bound) in [(false, POLICY.default_bound), (true, POLICY.compact_bound)] {
-            let policy = SharingPolicy::new(true, compacts);
-            let (high, room) = (1600 * MIB, 100 * MIB * (bound - 16));
+        for slack in [DEFAULT_SLACK, 6, 1] {
+            let policy = SharingPolicy::new(true, slack);
+            let (high, room) = (1600 * MIB, 16 * MIB * u64::from(slack));
             let step = |live: u64, free: u64, bytes: u64, streams: u64| {
                 let each = footprint(live / streams, 0);
                 policy.update(&budget, &vec![each; streams as usize], free);
@@ -399,14 +402,12 @@ mod tests {
         // Of another pool. It counts for the budget, and not for the bound.
         let _other = budget.charge(8 << 30);
         let high = 1600 * MIB;
-        for (sharing, compacts, bound) in [
-            (true, false, POLICY.default_bound),
-            (true, true, POLICY.compact_bound),
-            (false, false, POLICY.default_bound),
-        ] {
-            let half = high / 16 * bound / 2;
+        for (sharing, slack) in
+            [(true, DEFAULT_SLACK), (true, 6), (false, DEFAULT_SLACK), (false, 6)]
+        {
+            let half = high / 100 * (100 + u64::from(slack)) / 2;
             for (held, above) in [(half, false), (half + 2, true), (2 * half, true)] {
-                let policy = SharingPolicy::new(sharing, compacts);
+                let policy = SharingPolicy::new(sharing, slack);
                 // One stream at the peak.
                 policy.update(&budget, &[footprint(high, 0)], 0);
                 assert!(!policy.shares_all());
@@ -416,6 +417,26 @@ mod tests {
                 drop(charge);
                 assert_eq!(policy.shares_all(), sharing && above, "{held} of {half}");
             }
+        }
+    }
+
+    #[test]
+    fn a_bound_is_the_peak_and_its_slack_and_by_default_at_least_64_mib_more() {
+        let bound = |sharing, slack, peak| SharingPolicy::new(sharing, slack).bound(peak);
+        let high = 100_000 * MIB;
+        for (slack, expected) in [(0, high), (6, 106_000 * MIB), (16, 116_000 * MIB)] {
+            for sharing in [true, false] {
+                assert_eq!(bound(sharing, slack, high), Some(expected), "{slack} %");
+                assert_eq!(bound(sharing, slack, 0), Some(0));
+            }
+        }
+        for (slack, expected) in [(DEFAULT_SLACK, 117_000 * MIB), (LARGEST, 101 * high)] {
+            assert_eq!(bound(true, slack, high), Some(expected), "{slack} %");
+            assert_eq!(bound(true, slack, 100), Some(100 + 64 * MIB));
+            assert_eq!(bound(false, slack, high), None);
+        }
+        for slack in [0, 6, DEFAULT_SLACK, LARGEST] {
+            assert_eq!(bound(true, slack, u64::MAX), Some(u64::MAX));
         }
     }
 

@@ -60,7 +60,7 @@ impl DevicePool {
         snapshot.set("cached", stats.cached);
         snapshot.set("adoption", format!("{:?}", config.adoption));
         snapshot.set("handle_bytes", config.handle_bytes);
-        snapshot.set("compact", config.compact);
+        snapshot.set("slack", config.slack);
         snapshot.set("release_threshold", config.release_threshold);
         snapshot
     }

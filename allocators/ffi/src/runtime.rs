@@ -251,7 +251,9 @@ impl aq_runtime_options {
         }
         let mut pools = PoolConfig::default();
         pools.shareable = shareable;
-        pools.compact = self.pools & AQ_POOLS_COMPACT != 0;
+        if self.pools & AQ_POOLS_COMPACT != 0 {
+            pools.slack = 6;
+        }
         if self.wait_ns > 0 {
             pools.wait = Duration::from_nanos(self.wait_ns);
         }

@@ -228,7 +228,7 @@ impl World {
             [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
         config.wait = Duration::from_millis(1);
         config.handle_bytes = if vast { 0 } else { [0, 4 << 20][usize::from(bytes.choice(2))] };
-        config.compact = bytes.choice(4) == 0;
+        config.slack = if bytes.choice(4) == 0 { 6 } else { 17 };
         if retaining && mapping {
             let [threshold, cap, warm] = retention(&mut told, budget.limit());
             (config.release_threshold, config.stream_cache) = (threshold, cap);

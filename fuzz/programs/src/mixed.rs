@@ -277,7 +277,7 @@ impl World {
                 [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
             // Without threads, the duration of waits must not affect the program.
             config.wait = if with_threads { Duration::from_micros(300) } else { Duration::ZERO };
-            config.compact = bytes.choice(4) == 0;
+            config.slack = if bytes.choice(4) == 0 { 6 } else { 17 };
             config.handle_bytes = [0, 4 << 20][usize::from(bytes.choice(2))];
             let pool = DevicePool::open(sim.driver(), DeviceId(device), config).expect(IDLE);
             let streams = (0..2).map(|_| pool.stream().expect(IDLE)).collect();

@@ -136,7 +136,7 @@ impl World {
             config.adoption =
                 [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
             config.wait = Duration::from_millis(u64::from(bytes.choice(3)));
-            config.compact = bytes.choice(4) == 0;
+            config.slack = if bytes.choice(4) == 0 { 6 } else { 17 };
             let pool = DevicePool::open(sim.driver(), DeviceId(0), config).expect("an idle device");
             let streams = (0..2).map(|_| pool.stream().expect("an idle device")).collect();
             Owner { pool, streams, live: Vec::new() }

@@ -29,13 +29,8 @@ policy_params! {
     /// saves, and streams that allocate at the same time would take the same ranges from each other
     /// forever.
     large_block: 16 * MIB,
-    /// A pool holds at most these sixteenths of the peak of its live bytes: less held memory
-    /// against waits and moves.
-    default_bound: 19,
-    /// The same where the pool compacts.
-    compact_bound: 17,
-    /// A pool that does not compact may always hold so much more than the peak: fewer slow paths
-    /// where little memory is at stake.
+    /// A pool whose slack is not set below the default may always hold this much more than the
+    /// peak: fewer slow paths where little memory is at stake.
     least_slack: 64 * MIB,
     /// A stream counts as one of several that share if it holds more than this part of all memory,
     /// or more than half of an equal share if there are many streams: a small stream next to a
@@ -68,8 +63,8 @@ pub(crate) const fn policy() -> &'static PolicyParams {
     &POLICY
 }
 
-/// Returns so many sixteenths of `bytes`, rounded down.
+/// Returns `bytes * parts / whole`, rounded down, or `u64::MAX` if it is more.
 #[inline]
-pub(crate) const fn sixteenths(bytes: u64, parts: u64) -> u64 {
-    (bytes / 16).saturating_mul(parts).saturating_add(bytes % 16 * parts / 16)
+pub(crate) const fn fraction(bytes: u64, parts: u64, whole: u64) -> u64 {
+    (bytes / whole).saturating_mul(parts).saturating_add(bytes % whole * parts / whole)
 }

@@ -149,7 +149,6 @@ fn rounds_on_a_lagging_device_use_bounded_memory() {
 fn sixteen_threads_with_a_stream_each_stop_mapping_memory() {
     for limit in [1000, 4000] {
         let rounds = sixteen_threads(limit);
-        // If the bound yields late, each stream grows once more.
         let calls = late(&rounds, |round| round.mapped + round.moved);
         assert!(calls <= 5 * OPERATIONS / 100, "{limit} MiB: {rounds:?}");
     }

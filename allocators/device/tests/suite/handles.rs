@@ -164,14 +164,14 @@ fn a_handle_that_fits_nowhere_is_released_while_its_charge_is_kept() {
 }
 
 #[test]
-fn a_pool_that_compacts_grows_to_its_bound_and_moves_handles_for_the_rest() {
+fn a_pool_grows_to_its_bound_and_moves_handles_for_the_rest() {
     let sim = Sim::h200(1).symbolic().capacity(1 << 40);
-    let rig = Rig::on(sim, 1 << 20, |config| config.compact = true);
+    let rig = Rig::on(sim, 1 << 20, |config| config.slack = 6);
     let s = rig.stream();
     let (small, live) = (take(&rig, &s, 64), take(&rig, &s, 2));
     assert_eq!(made(&rig, Call::HandleCreate), 16 + 1, "small ones, however much is left");
     drop(small);
-    // 17/16 of 68 MiB are 72.25 MiB.
+    // 1.06 times 68 MiB are 72.08 MiB.
     let block = take(&rig, &s, 66);
     assert_eq!((made(&rig, Call::HandleCreate), rig.pool.stats().moves), (17 + 3, 15));
     assert_eq!((rig.budget.used(), rig.budget.peak()), (72 * MIB, 72 * MIB));

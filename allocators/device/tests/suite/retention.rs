@@ -335,6 +335,26 @@ fn settings_that_contradict_each_other_are_refused_by_name() {
 }
 
 #[test]
+fn a_slack_above_its_maximum_is_refused_and_none_at_all_is_not() {
+    let open = |slack| {
+        let mut config = PoolConfig::with_budget(Budget::new("a test", 64 * MIB));
+        config.slack = slack;
+        DevicePool::open(Sim::h200(1).symbolic().driver(), DeviceId(0), config).map(drop)
+    };
+    for slack in [PoolConfig::MAX_SLACK + 1, u32::MAX] {
+        match open(slack) {
+            Err(MemoryError::BadSetting { name: "slack", value, .. }) => {
+                assert_eq!(value, slack.to_string());
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    for slack in [0, PoolConfig::MAX_SLACK] {
+        assert_eq!(open(slack), Ok(()), "{slack} %");
+    }
+}
+
+#[test]
 fn idle_memory_above_a_streams_cap_serves_other_streams() {
     for adoption in [Adoption::Wait, Adoption::Never] {
         for (cap, grown) in [(u64::MAX, 16), (40 * MIB, 16), (28 * MIB, 4), (8 * MIB, 0), (0, 0)] {

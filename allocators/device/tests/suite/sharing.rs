@@ -124,7 +124,7 @@ fn a_block_of_hundreds_of_handles_arrives_with_few_descriptors_open() {
 fn memory_under_a_shared_block_stays_while_all_around_it_is_compacted() {
     let rig = sharing(64, |config| {
         config.handle_bytes = UNIT;
-        config.compact = true;
+        config.slack = 6;
     });
     let (s, other) = (rig.stream(), other_pool(&rig));
     let mut blocks: Vec<_> = (0..32).map(|n| Some(filled(&rig, &s, UNIT, n))).collect();
@@ -537,7 +537,7 @@ fn random_traffic_around_shared_blocks_changes_no_byte_of_them_and_leaves_nothin
         let handle_bytes = if seed % 2 == 0 { UNIT } else { 0 };
         let rig = sharing(24, |config| {
             config.handle_bytes = handle_bytes;
-            config.compact = seed % 3 == 0;
+            config.slack = if seed % 3 == 0 { 6 } else { config.slack };
         });
         let (streams, other) = ([rig.stream(), rig.stream()], other_pool(&rig));
         let to = other.stream().unwrap();

@@ -277,7 +277,9 @@ impl ReplayBench<'_> {
                 config.budget = budget;
                 config.streams = config.streams.max(count);
                 config.recorder = recorder;
-                config.compact = self.compact;
+                if self.compact {
+                    config.slack = 6;
+                }
                 if session.sim.is_some() {
                     // The device runs only between operations and in a call that waits for it. A
                     // wait with a deadline would poll instead, until the deadline.
