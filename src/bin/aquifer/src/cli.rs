@@ -6,6 +6,7 @@ use crate::{
 };
 use aquifer_benches::{Benchmark, ClusterOptions, RowSelection, StageOptions};
 use aquifer_console::place::DeviceChoice;
+use aquifer_device::PoolConfig;
 use aquifer_formats::trace::TraceDevice;
 use aquifer_host::{StagerConfig, Stores};
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, error::ErrorKind};
@@ -141,9 +142,9 @@ pub(crate) struct Replay {
     /// Change N of 100 allocations: one more, one less, another size, or later
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) change: Option<u32>,
-    /// Let the pool hold little more than the peak in use, by moving memory
-    #[arg(long)]
-    pub(crate) compact: bool,
+    /// Let the pool hold PERCENT more than the peak of live bytes (default: 17); 6 packs tightly
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(..=i64::from(PoolConfig::MAX_SLACK)))]
+    pub(crate) slack: Option<u32>,
     /// Number of timed rounds with the same allocator; the first one fills it
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: u32,

@@ -183,7 +183,7 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
         None => trace,
     };
     let plan = args.plan.as_deref().map(read_plan).transpose()?;
-    for (flag, is_given) in [("--plan", plan.is_some()), ("--compact", args.compact)] {
+    for (flag, is_given) in [("--plan", plan.is_some()), ("--slack", args.slack.is_some())] {
         if is_given && args.allocator != Allocator::Pool {
             return Err(ReplayError::NeedsPool(flag));
         }
@@ -202,9 +202,9 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
         return Err(ReplayError::Budget { asked, memory: place.memory(), title: place.title() });
     }
     let order = if args.ignore_order { Order::Ignored } else { Order::Told };
-    let (plan, allocator, compact) = (plan.as_ref(), args.allocator, args.compact);
+    let (plan, allocator, slack) = (plan.as_ref(), args.allocator, args.slack);
     let lag = args.lag.unwrap_or(DEFAULT_LAG);
-    let bench = ReplayBench { trace: &trace, place: &place, allocator, order, plan, compact, lag };
+    let bench = ReplayBench { trace: &trace, place: &place, allocator, order, plan, slack, lag };
     progress.phase("checking:");
     let checked = bench.check(budget, &mut progress).map_err(ReplayError::Setup)?;
     let mut report = describe(args, &bench, budget, checked);

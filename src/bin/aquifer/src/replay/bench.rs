@@ -37,8 +37,8 @@ pub(crate) struct ReplayBench<'a> {
     pub(crate) order: Order,
     /// The plan that the pool follows.
     pub(crate) plan: Option<&'a Arc<Plan>>,
-    /// Whether the pool bounds what it holds.
-    pub(crate) compact: bool,
+    /// The per cent of the peak of live bytes that the pool may hold beyond it, if not the default.
+    pub(crate) slack: Option<u32>,
     /// How many operations of the trace a simulated device runs behind.
     pub(crate) lag: u32,
 }
@@ -277,9 +277,7 @@ impl ReplayBench<'_> {
                 config.budget = budget;
                 config.streams = config.streams.max(count);
                 config.recorder = recorder;
-                if self.compact {
-                    config.slack = 6;
-                }
+                config.slack = self.slack.unwrap_or(config.slack);
                 if session.sim.is_some() {
                     // The device runs only between operations and in a call that waits for it. A
                     // wait with a deadline would poll instead, until the deadline.

@@ -267,12 +267,12 @@ fn a_plan_that_cannot_be_followed_and_a_flag_of_pools_are_errors_of_one_line() {
     let missing = replay(&[&trace, "--plan", &none]);
     assert!(plan(&[&trace, "-o", &none]).status.success());
     let direct = replay(&[&trace, "--plan", &none, "--allocator", "direct"]);
-    let compact = replay(&[&trace, "--compact", "--allocator", "async"]);
+    let slack = replay(&[&trace, "--slack", "6", "--allocator", "async"]);
     for (output, expected) in [
         (wrong, &*trace),
         (missing, &*none),
         (direct, "--plan is for the pool only"),
-        (compact, "--compact is for the pool only"),
+        (slack, "--slack is for the pool only"),
     ] {
         let said = text(&output.stderr);
         assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{said}");
