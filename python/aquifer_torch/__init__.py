@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 from .errors import AlreadyInitialised, AquiferError, Asleep, CompanionError, LibraryNotFound, LibraryVersion
 from .library import (
     DRIVERS,
-    POOLS_COMPACT,
     SHARED_DEVICES,
     SHARED_PINNED,
+    SLACK,
     STREAMS_RETIRED,
     STREAMS_UNTOLD,
     Library,
@@ -95,7 +95,7 @@ def setup(
     shared_priority: int = 0,
     ledger_folder: str | os.PathLike[str] | None = None,
     plan: str | os.PathLike[str] | None = None,
-    compact: bool = False,
+    slack: int | None = None,
 ) -> Library:
     """Loads the library and makes the process's runtime with these settings, once. install() and mem_pool() call it.
 
@@ -116,8 +116,8 @@ def setup(
     shared_priority    the order among processes that wait for shared memory, higher ones first
     ledger_folder      the folder of the ledgers, else that of AQUIFER_LEDGER
     plan               a file of `aquifer plan` from an earlier run: blocks get their places in it; else that of AQUIFER_PLAN
-    compact            that each device holds at most 17/16 of the peak of its live bytes, where free memory can be moved for it:
-                       less memory without a limit, against slower first steps
+    slack              per cent of the peak of its live bytes that each device may hold beyond it, from 1 to 10000; else 17, or
+                       64 MiB if that is more. 6 packs tightly, against slower first steps and moves in later ones
 
     Makes a context on each device that CUDA_VISIBLE_DEVICES leaves, as PyTorch does on those that it uses; takes no memory.
     LibraryNotFound, LibraryVersion; AquiferError, where there is one already (AQ_ERROR_BUSY) or the driver refuses.
@@ -151,8 +151,10 @@ def setup(
         options.ledger_folder = os.fsencode(ledger_folder)
     if plan is not None:
         options.plan = os.fsencode(plan)
-    if compact:
-        options.pools |= POOLS_COMPACT
+    if slack is not None:
+        if slack not in SLACK:
+            raise ValueError(f"slack={slack!r}: per cent of the peak of live bytes, from 1 to {SLACK[-1]}")
+        options.slack = slack
     library.aq_torch_setup(ctypes.byref(options))
     if isinstance(limit, float):
         for device in range(library.devices()):

@@ -1,6 +1,6 @@
 """Runs an unchanged program with its CUDA tensors and its pinned memory in aquifer's pools.
 
-    python -m aquifer_torch [--limit LIMIT] [--compact] [--pinned-limit BYTES] [--no-pinned] SCRIPT [ARGUMENT ...]
+    python -m aquifer_torch [--limit LIMIT] [--slack PERCENT] [--pinned-limit BYTES] [--no-pinned] SCRIPT [ARGUMENT ...]
     python -m aquifer_torch [...] -m MODULE [ARGUMENT ...]
 
 The program sees its own arguments, `__main__` and search path, as under plain `python`. The Python processes that it starts
@@ -15,7 +15,7 @@ import runpy
 import sys
 
 from . import launch
-from .library import Library
+from .library import SLACK, Library
 
 
 def limit(text: str) -> int | float:
@@ -26,11 +26,19 @@ def limit(text: str) -> int | float:
     return asked
 
 
+def slack(text: str) -> int:
+    """Per cent of the peak of live bytes."""
+    asked = int(text)
+    if asked not in SLACK:
+        raise argparse.ArgumentTypeError(f"{text}: per cent of the peak of live bytes, from 1 to {SLACK[-1]}")
+    return asked
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m aquifer_torch", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limit", type=limit, help="of each device: bytes, or a part of its memory such as 0.9")
-    compact = "hold at most 17/16 of the peak of live bytes, where memory can move"
-    parser.add_argument("--compact", action="store_true", default=None, help=compact)
+    more = "what each device may hold beyond the peak of its live bytes, in per cent of it: 17 by default; 6 packs tightly"
+    parser.add_argument("--slack", type=slack, metavar="PERCENT", help=more)
     parser.add_argument("--pinned-limit", type=int, metavar="BYTES", help="of all pinned memory")
     parser.add_argument("--no-pinned", action="store_true", help="leave pinned memory to PyTorch")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")
@@ -42,7 +50,7 @@ def main() -> None:
     Library()
     settings = {
         "limit": asked.limit,
-        "compact": asked.compact,
+        "slack": asked.slack,
         "pinned_limit": asked.pinned_limit,
         "pinned": not asked.no_pinned,
     }

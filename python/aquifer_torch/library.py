@@ -21,8 +21,8 @@ READ, WRITE = 1, 2
 KEEP_NONE, KEEP_PAGEABLE, KEEP_PINNED = 0, 1, 2
 # What a runtime shares with other processes.
 SHARED_DEVICES, SHARED_PINNED, SHARED_RESERVED = 1, 2, 4
-# How its device pools behave.
-POOLS_COMPACT = 1
+# The per cent of the peak of live bytes that a device pool may hold beyond it.
+SLACK = range(1, 10_001)
 
 
 class Options(ctypes.Structure):
@@ -47,7 +47,7 @@ class Options(ctypes.Structure):
         ("pinned_guarantee", ctypes.c_uint64),
         ("ledger_folder", ctypes.c_char_p),
         ("plan", ctypes.c_char_p),
-        ("pools", ctypes.c_uint64),
+        ("slack", ctypes.c_uint64),
     ]
 
 

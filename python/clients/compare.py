@@ -6,7 +6,7 @@ Each run is a process of its own. What a program puts out (losses, tokens) must 
 The programs know nothing of aquifer: they run on it by `python -m aquifer_torch`. `ddp_train` and `fsdp_train` need two devices,
 and run only where they are named.
 An allocator of PyTorch's that refuses a program is named with what it lacks.
-aquifer runs once without a limit that matters, once so with --compact, and once under 1.02 times the most that the native
+aquifer runs once without a limit that matters, once so with --slack 6, and once under 1.02 times the most that the native
 allocator had allocated at once (1.05 times for ddp_train). Less than five minutes for all of it on an H200. Steps wait for the
 processor as much as for the device, so times of one run go up and down by a tenth: --repeat runs all in turn several times,
 and keeps the one in the middle of each. Exit: 0 if every run ended, with equal outputs, and aquifer stayed under its limit.
@@ -38,7 +38,7 @@ MARGIN = 1.02
 MARGINS = {"ddp_train": 1.05}
 # Seconds for one run.
 PATIENCE = 150
-NAMES = ["native", "expandable", "cudaMallocAsync", "aquifer", "aquifer, compact", "aquifer, limited"]
+NAMES = ["native", "expandable", "cudaMallocAsync", "aquifer", "aquifer, slack 6", "aquifer, limited"]
 # What PyTorch says where one of its own allocators lacks what a program uses.
 REFUSED = re.compile(r"\w+ does not yet support \w+")
 
@@ -101,13 +101,13 @@ class Peak:
         return None if self.before is None else self.most - self.before
 
 
-def run(program, allocator, nvml, steps=None, limit=None, compact=False):
+def run(program, allocator, nvml, steps=None, limit=None, slack=None):
     """Runs a program, and answers with its report, with {"failed": why}, or with {"refused": what PyTorch's allocator lacks}."""
     command = [sys.executable]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     if allocator == "aquifer":
         command += ["-m", "aquifer_torch", "--limit", str(limit or 0.95)]
-        command += ["--compact"] if compact else []
+        command += ["--slack", str(slack)] if slack else []
     if program in RANKS:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS[program])]
     command += [str(HERE / f"{program}.py")]
@@ -155,7 +155,7 @@ def main():
                 if arguments.no_limit or "peak_allocated" not in runs.get("native", [{}])[0]:
                     continue
                 limit = int(runs["native"][0]["peak_allocated"] * MARGINS.get(program, MARGIN))
-            report = run(program, allocator, nvml, arguments.steps, limit, "compact" in name)
+            report = run(program, allocator, nvml, arguments.steps, limit, 6 if "slack" in name else None)
             if "skipped" in report:
                 print(f"skipped: {report['skipped']}")
                 return 1 if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else 0

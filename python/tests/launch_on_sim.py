@@ -53,8 +53,8 @@ class LauncherTests:
         return [json.loads(line) for line in ran.stdout.splitlines()]
 
     def test_installs_at_the_first_use_of_cuda_and_once(self):
-        said = self.ran(USE, "--limit", "0.5", "--compact", "--pinned-limit", "4096")
-        settings = {"limit": 0.5, "compact": True}
+        said = self.ran(USE, "--limit", "0.5", "--slack", "6", "--pinned-limit", "4096")
+        settings = {"limit": 0.5, "slack": 6}
         self.assertEqual(said, [[["install", settings], ["install_pinned", {"pinned_limit": 4096}], *USED]])
         self.assertEqual(self.ran(USE, "--no-pinned"), [[["install", {}], *USED]])
 
@@ -88,7 +88,7 @@ class LauncherTests:
 
     def test_leaves_a_program_that_installs_it_by_itself_its_own_settings(self):
         program = RECORDING + "aquifer_torch.install(limit=7)\ntorch.use_cuda()\nimport json; print(json.dumps(torch.said))\n"
-        self.assertEqual(self.ran(program, "--limit", "9", "--compact", "--no-pinned"), [[["install", {"limit": 7}], "initialised"]])
+        self.assertEqual(self.ran(program, "--limit", "9", "--slack", "6", "--no-pinned"), [[["install", {"limit": 7}], "initialised"]])
 
     def test_leaves_a_program_that_makes_the_runtime_by_itself_its_own_limit(self):
         program = RECORDING + (
@@ -115,14 +115,15 @@ class LauncherTests:
         files = {"sitecustomize.py": "found = 'theirs'\n", "child.py": "import sitecustomize, json\nprint(json.dumps(sitecustomize.found))\n"}
         self.assertEqual(self.ran(start, files=files), ["theirs"])
 
-    def test_refuses_a_limit_that_is_none(self):
-        for wrong in ("0", "-1", "1.5", "0.0", "much"):
+    def test_refuses_a_limit_or_a_slack_that_is_none(self):
+        limits = [("--limit", wrong) for wrong in ("0", "-1", "1.5", "0.0", "much")]
+        for option, wrong in [*limits, *(("--slack", wrong) for wrong in ("0", "-1", "10001", "1.5", "much"))]:
             ran = subprocess.run(
-                [sys.executable, "-m", "aquifer_torch", f"--limit={wrong}", "none.py"],
+                [sys.executable, "-m", "aquifer_torch", f"{option}={wrong}", "none.py"],
                 capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(PACKAGE)}, timeout=60,
             )  # fmt: skip
             self.assertEqual(ran.returncode, 2, wrong)
-            self.assertIn("--limit", ran.stderr)
+            self.assertIn(option, ran.stderr)
 
 
 if __name__ == "__main__":

@@ -283,11 +283,11 @@ class TheProcess(OneProcess, unittest.TestCase):
         finally:
             aquifer_torch.set_limit(200 * MIB, 0)
 
-    def test_compact_bounds_what_is_held(self):
+    def test_slack_bounds_what_is_held(self):
         source = """
 import ctypes, sys, aquifer_torch
 from aquifer_torch import library as binding
-library, MIB = aquifer_torch.setup(driver=binding.DRIVER_SIM, compact=sys.argv[1] == "compact"), 1 << 20
+library, MIB = aquifer_torch.setup(driver=binding.DRIVER_SIM, slack=int(sys.argv[1]) or None), 1 << 20
 def malloc(size):
     memory = ctypes.c_void_p()
     library.aq_torch_malloc(size, 0, None, ctypes.byref(memory))
@@ -298,14 +298,15 @@ larger = malloc(66 * MIB)
 print(library.stats(0)["physical"] // MIB)
 """
         held = {}
-        for name in ("compact", "not"):
-            command = [sys.executable, "-c", source, name]
+        for slack in (6, 17, 0):
+            command = [sys.executable, "-c", source, str(slack)]
             environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
             said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-            held[name] = int(said)
-        # 17/16 of 98 MiB.
-        self.assertLessEqual(held["compact"], 104)
-        self.assertGreater(held["not"], 104)
+            held[slack] = int(said)
+        # 1.06 times 98 MiB.
+        self.assertLessEqual(held[6], 103)
+        self.assertGreater(held[17], 103)
+        self.assertEqual(held[0], held[17])
 
     def test_what_was_recorded_on_a_stream_is_not_given_out_before_it_is_done(self):
         runtime, home, other = LIBRARY.runtime(), self.stream(), self.stream()
@@ -440,6 +441,9 @@ print(library.stats(0)["physical"] // MIB)
             aquifer_torch.setup(driver=binding.DRIVER_SIM)
         with self.assertRaises(ValueError):
             aquifer_torch.setup(driver=binding.DRIVER_SIM, limit=1.5)
+        for slack in (0, -1, 10_001, 1 << 64 | 17, 0.06, "17"):
+            with self.assertRaisesRegex(ValueError, "slack=.*from 1 to 10000"):
+                aquifer_torch.setup(driver=binding.DRIVER_SIM, slack=slack)
 
 
 class WithoutPyTorch(unittest.TestCase):

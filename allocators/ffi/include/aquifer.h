@@ -164,12 +164,6 @@ enum {
     AQ_SHARED_PINNED = 2,  /* so is pinned memory */
     AQ_SHARED_RESERVED = 4 /* guarantees are kept free while they are not used, and not lent */
 };
-enum {
-    AQ_POOLS_COMPACT = 1 /* what the pool of each device holds is bounded by 17/16 of the peak of
-                            its live bytes, as far as free memory can move under new blocks: less
-                            memory without a limit, against up to 65 ms for the first use of a GiB
-                            and 40 us a move */
-};
 
 /* Zero selects the default of each field. */
 typedef struct aq_runtime_options {
@@ -202,7 +196,10 @@ typedef struct aq_runtime_options {
     const char *ledger_folder;  /* the folder of the ledgers; null: that of AQUIFER_LEDGER */
     const char *plan;           /* a file of `aquifer plan`, which every device's pool maps when it
                                    is opened; null: that of AQUIFER_PLAN, if it is set */
-    uint64_t pools;             /* AQ_POOLS_..., combined by | */
+    uint64_t slack;             /* per cent of the peak of its live bytes that the pool of each
+                                   device may hold beyond it, at most 10000; 0: 17, or 64 MiB if
+                                   that is more. 6 packs tightly, against a slower first use and
+                                   moves of free memory */
 } aq_runtime_options;
 
 /* Creates a runtime: opens the driver, creates a context on each device (which takes the driver's

@@ -44,9 +44,6 @@ pub const AQ_SHARED_PINNED: u32 = 2;
 /// Keeps the guarantees free instead of lending them.
 pub const AQ_SHARED_RESERVED: u32 = 4;
 
-/// Bounds what each device's pool holds by 17/16 of the peak of its live bytes.
-pub const AQ_POOLS_COMPACT: u64 = 1;
-
 /// Maximum number of events that a runtime keeps: 1 GiB of them.
 const MAX_HISTORY: u64 = 1 << 24;
 
@@ -90,8 +87,8 @@ pub struct aq_runtime_options {
     pub ledger_folder: *const c_char,
     /// A plan file for every device's pool; null for that of `AQUIFER_PLAN`.
     pub plan: *const c_char,
-    /// Any of `AQ_POOLS_…`.
-    pub pools: u64,
+    /// Per cent of the peak of its live bytes that each device's pool may hold beyond it.
+    pub slack: u64,
 }
 
 impl Default for aq_runtime_options {
@@ -115,7 +112,7 @@ impl Default for aq_runtime_options {
             pinned_guarantee: 0,
             ledger_folder: ptr::null(),
             plan: ptr::null(),
-            pools: 0,
+            slack: 0,
         }
     }
 }
@@ -246,13 +243,14 @@ impl aq_runtime_options {
                 "0, AQ_SIM_PLAIN (1), AQ_SIM_UNCHECKED (2), or both (3)",
             ));
         }
-        if self.pools > AQ_POOLS_COMPACT {
-            return Err(bad("pools", self.pools, "0 or AQ_POOLS_COMPACT (1)"));
-        }
+        let slack = u32::try_from(self.slack).ok().filter(|&slack| slack <= PoolConfig::MAX_SLACK);
+        let Some(slack) = slack else {
+            return Err(bad("slack", self.slack, "1 to 10000 per cent, or 0 for the default (17)"));
+        };
         let mut pools = PoolConfig::default();
         pools.shareable = shareable;
-        if self.pools & AQ_POOLS_COMPACT != 0 {
-            pools.slack = 6;
+        if slack > 0 {
+            pools.slack = slack;
         }
         if self.wait_ns > 0 {
             pools.wait = Duration::from_nanos(self.wait_ns);

@@ -338,9 +338,9 @@ static void plain_devices(void) {
 }
 
 /* Returns what is held after blocks that leave 64 MiB free between others. */
-static uint64_t held_by(uint64_t pools) {
+static uint64_t held_by(uint64_t slack) {
     aq_runtime_options options = simulated(1);
-    options.pools = pools;
+    options.slack = slack;
     aq_runtime runtime = create(&options);
     uint64_t first = alloc(runtime, 0, 64u << 20, NULL), rest = alloc(runtime, 0, 32u << 20, NULL);
     OK(aq_free(runtime, 0, first));
@@ -356,14 +356,21 @@ static uint64_t held_by(uint64_t pools) {
     return stats.physical;
 }
 
-static void a_pool_that_compacts_holds_a_sixteenth_more_than_its_peak(void) {
-    CHECK(held_by(AQ_POOLS_COMPACT) * 16 <= (uint64_t)17 * 98 << 20);
-    CHECK(held_by(0) * 16 > (uint64_t)17 * 98 << 20);
+static void a_pool_holds_its_slack_beyond_its_peak(void) {
+    CHECK(held_by(6) * 100 <= (uint64_t)106 * 98 << 20);
+    CHECK(held_by(0) * 100 > (uint64_t)106 * 98 << 20);
+    CHECK(held_by(0) == held_by(17));
     aq_runtime runtime = 77;
     aq_runtime_options options = simulated(1);
-    options.pools = 2;
+    options.slack = 10000;
+    OK(aq_runtime_create(&options, &runtime));
+    OK(aq_runtime_destroy(runtime));
+    runtime = 77;
+    options.slack = 10001;
     ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_runtime_create(&options, &runtime));
-    CHECK(strstr(aq_last_error(), "options->pools is 2") != NULL && runtime == 77);
+    CHECK(strstr(aq_last_error(), "options->slack is 10001") != NULL && runtime == 77);
+    options.slack = (uint64_t)1 << 32 | 17;
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_runtime_create(&options, &runtime));
 }
 
 static void panics(aq_runtime runtime) {
@@ -426,7 +433,7 @@ int main(void) {
     memory_snapshots();
     history_and_trace_receive_the_same_events();
     plain_devices();
-    a_pool_that_compacts_holds_a_sixteenth_more_than_its_peak();
+    a_pool_holds_its_slack_beyond_its_peak();
     runtimes_that_are_over();
     puts("basics: as the header says");
     return 0;

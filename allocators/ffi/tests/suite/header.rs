@@ -9,9 +9,9 @@ use aquifer_ffi::{
     graphs::aq_torch_block,
     ledger::aq_ledger_options,
     runtime::{
-        AQ_DRIVER_MACHINE, AQ_DRIVER_MACHINE_OR_SIM, AQ_DRIVER_SIM, AQ_POOLS_COMPACT,
-        AQ_SHARED_DEVICES, AQ_SHARED_PINNED, AQ_SHARED_RESERVED, AQ_SIM_PLAIN, AQ_SIM_UNCHECKED,
-        AQ_STREAMS_RETIRED, AQ_STREAMS_UNTOLD, aq_runtime_options,
+        AQ_DRIVER_MACHINE, AQ_DRIVER_MACHINE_OR_SIM, AQ_DRIVER_SIM, AQ_SHARED_DEVICES,
+        AQ_SHARED_PINNED, AQ_SHARED_RESERVED, AQ_SIM_PLAIN, AQ_SIM_UNCHECKED, AQ_STREAMS_RETIRED,
+        AQ_STREAMS_UNTOLD, aq_runtime_options,
     },
     sharing::AQ_TORCH_SHARE_BYTES,
     sleep::{AQ_KEEP_NONE, AQ_KEEP_PAGEABLE, AQ_KEEP_PINNED},
@@ -164,7 +164,7 @@ fn c_and_rust_agree_on_forms_and_numbers() {
             pinned_guarantee,
             ledger_folder,
             plan,
-            pools,
+            slack,
         }
     );
     form!(
@@ -233,7 +233,6 @@ fn c_and_rust_agree_on_forms_and_numbers() {
         ("AQ_SHARED_DEVICES", AQ_SHARED_DEVICES),
         ("AQ_SHARED_PINNED", AQ_SHARED_PINNED),
         ("AQ_SHARED_RESERVED", AQ_SHARED_RESERVED),
-        ("AQ_POOLS_COMPACT", AQ_POOLS_COMPACT as u32),
         ("AQ_READ", AQ_READ),
         ("AQ_WRITE", AQ_WRITE),
         ("AQ_KEEP_NONE", AQ_KEEP_NONE),
