@@ -26,6 +26,7 @@ use std::{
     env, fs,
     io::{self, Read, Write},
     os::{
+        fd::AsRawFd,
         linux::net::SocketAddrExt,
         unix::{
             fs::{OpenOptionsExt, PermissionsExt, symlink},
@@ -218,13 +219,18 @@ fn a_process_that_serves_and_forks() {
     // A connection that the server has accepted is inherited as well.
     let _opener = UnixStream::connect_addr(&address).unwrap();
     thread::sleep(Duration::from_millis(50));
+    let (mut told, tells) = UnixStream::pair().unwrap();
     // SAFETY: 1. The child only makes system calls that are safe there.
     let child = unsafe { libc::fork() };
     if child == 0 {
+        // SAFETY: 1. It reads one byte of a constant.
+        unsafe { libc::write(tells.as_raw_fd(), b"!".as_ptr().cast(), 1) };
         // SAFETY: 1. It takes nothing, and returns after a signal only.
         unsafe { libc::pause() };
         process::exit(0);
     }
+    // Whatever it closes at its begin is closed once it tells.
+    told.read_exact(&mut [0]).unwrap();
     println!("forked {child}");
     wait_for_parent();
 }
