@@ -397,6 +397,21 @@ mod tests {
     }
 
     #[test]
+    fn the_bound_rises_by_two_blocks_where_threads_meet() {
+        for (slack, rises) in [(DEFAULT_SLACK, true), (DEFAULT_SLACK - 1, false)] {
+            let policy = SharingPolicy::new(true, slack);
+            let before = policy.bound(LARGE);
+            drop(policy.enter_slow_path(MIB));
+            assert_eq!(policy.bound(LARGE), before, "no other thread was there");
+            let _other = policy.enter_slow_path(MIB);
+            drop(policy.enter_slow_path(MIB));
+            drop(policy.enter_slow_path(100 * LARGE));
+            let risen = if rises { 2 * (MIB + LARGE) } else { 0 };
+            assert_eq!(policy.bound(LARGE), before.map(|before| before + risen));
+        }
+    }
+
+    #[test]
     fn streams_share_as_if_the_bound_were_the_limit() {
         let budget = Budget::new("a test", 1 << 40);
         // Of another pool. It counts for the budget, and not for the bound.

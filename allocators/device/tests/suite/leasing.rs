@@ -689,6 +689,28 @@ fn a_pool_holds_no_more_than_its_slack_beyond_the_peak() {
     }
 }
 
+#[test]
+fn blocks_that_fit_nowhere_take_whole_handles_that_are_still_in_use_and_no_new_memory() {
+    let set = |config: &mut PoolConfig| config.slack = 0;
+    let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 100_000, set);
+    let (s, u) = (rig.stream(), rig.stream());
+    // A small block stays behind each large one, so no two of their places are adjacent.
+    let (large, kept): (Vec<_>, Vec<_>) =
+        (0..8).map(|_| (take(&rig, &s, 1024), take(&rig, &s, 2))).unzip();
+    large.iter().for_each(|block| write(&rig, &s, block));
+    let held = rig.pool.stats().physical;
+    drop(large);
+    // None is a multiple of a handle.
+    let blocks: Vec<_> = (0..7).map(|_| take(&rig, &u, 1034)).collect();
+    let stats = rig.pool.stats();
+    assert_eq!((stats.physical, stats.host_waits), (held, 0), "{stats:?}");
+    assert!(stats.moves > 0);
+    blocks.iter().for_each(|block| write(&rig, &u, block));
+    rig.sim.run_all();
+    rig.assert_silent();
+    drop(kept);
+}
+
 /// While one stream grows, the other shrinks, so each needs what the other has just freed.
 #[test]
 fn small_blocks_of_streams_that_grow_in_turn_stay_within_the_bound_and_rarely_change_caches() {
