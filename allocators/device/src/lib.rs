@@ -88,7 +88,7 @@
 //!
 //! Before step 3, the free memory of streams that have no lease moves to the shared free list,
 //! where the warm reserve lies too. A ready range of this list is tried next, except with
-//! [`Adoption::Never`], for blocks from 8 MiB on, for those above 64 KiB while half of the budget
+//! [`Adoption::Never`], for blocks from 16 MiB on, for those above 64 KiB while half of the budget
 //! is left, and for all while free memory is shared. If less is left, and memory is not shared,
 //! whole slots of it serve blocks of any size until half of the budget is live. Other blocks find
 //! the list in the later searches, which all see it.
@@ -103,7 +103,7 @@
 //! `allocators/device/src/sharing_policy.rs` lists, in their order, the steps by which a stream
 //! without room finds memory.
 //!
-//! A handle has 2 to 64 MiB: a 64th of what is held or a 4096th of what the pool could still take,
+//! A handle has 2 to 64 MiB: a 64th of what is held or a 1024th of what the pool could still take,
 //! the lesser of the two, or if it is more, a 16th of the block, or of the mean live block if that
 //! is smaller. Large handles are created faster for each byte, but one small block keeps a whole
 //! handle in place.

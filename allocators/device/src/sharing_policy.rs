@@ -38,7 +38,7 @@ pub(crate) enum GrowthOrder {
     /// idle, or the block is not large.
     GrowFirst,
     /// Idle memory of other streams first, even if the stream has to wait for it; then new memory.
-    /// Also for a block of at least 8 MiB if as much has been in use before, however little is
+    /// Also for a block of at least 16 MiB if as much has been in use before, however little is
     /// idle.
     ReuseFirst,
     /// Like `ReuseFirst`, but idle handles are moved before memory grows: what is held would exceed

@@ -48,6 +48,10 @@
 //! large handle that is free but does not fit where memory is missing is released to the driver,
 //! its charge is kept, and new handles of the right size are created with that charge.
 //!
+//! A large handle that is still in use can be neither released nor mapped into a shorter hole. Near
+//! the bound such handles move to unclaimed addresses as a whole, with the block, which may end
+//! within the last of them.
+//!
 //! A mutex protects the table. It is never held during a driver call. While calls are made, the
 //! memory they concern is in no cache, so no other thread can reach it.
 
