@@ -50,7 +50,7 @@ impl SharedFreeList {
 
     /// An iterator over the ranges, by address.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Range, &StreamDeps)> {
-        self.chunks.iter().flat_map(|chunk| chunk.spans.iter().copied().zip(&chunk.deps))
+        self.from(0)
     }
 
     /// An iterator over the ranges of at least `least` bytes, by address.
@@ -165,6 +165,20 @@ impl SharedFreeList {
         }
     }
 
+    /// An iterator over the ranges that are `ready` and have room for a block, by address, each
+    /// with the lowest place for the block in it.
+    fn places(
+        &self,
+        bytes: u64,
+        align: u64,
+        ready: impl Fn(&StreamDeps) -> bool,
+    ) -> impl Iterator<Item = (Range, Range)> {
+        self.from(bytes).filter_map(move |(span, deps)| {
+            let place = lowest_place(span, bytes, align)?;
+            ready(deps).then_some((span, place))
+        })
+    }
+
     /// Returns the best place for a block among the ranges that are `ready`, by `fit`.
     pub(crate) fn find(
         &self,
@@ -174,10 +188,7 @@ impl SharedFreeList {
         grid: Grid,
         ready: impl Fn(&StreamDeps) -> bool,
     ) -> Option<Range> {
-        let mut places = self.from(bytes).filter_map(|(span, deps)| {
-            let range = Range { start: span.start.next_multiple_of(align), len: bytes };
-            (range.end() <= span.end() && ready(deps)).then_some((span, range))
-        });
+        let mut places = self.places(bytes, align, ready);
         let (_, range) = match fit {
             Fit::Lowest => places.next(),
             Fit::FewestPinned => places.min_by_key(|(span, range)| grid.pins(*span, *range)),
@@ -194,11 +205,7 @@ impl SharedFreeList {
         ready: impl Fn(&StreamDeps) -> bool,
     ) -> Option<(bool, Range)> {
         let mut lowest = None;
-        for (span, deps) in self.from(bytes) {
-            let range = Range { start: span.start.next_multiple_of(align), len: bytes };
-            if range.end() > span.end() || !ready(deps) {
-                continue;
-            }
+        for (span, range) in self.places(bytes, align, ready) {
             if range == span {
                 return Some((true, range));
             }
@@ -232,6 +239,12 @@ impl SharedFreeList {
         }
         Some(deps)
     }
+}
+
+/// Returns the lowest place for a block of `bytes` at `align` in a range, if there is room.
+pub(crate) fn lowest_place(range: Range, bytes: u64, align: u64) -> Option<Range> {
+    let place = Range { start: range.start.next_multiple_of(align), len: bytes };
+    (place.end() <= range.end()).then_some(place)
 }
 
 impl Chunk {

@@ -143,7 +143,11 @@ pub(crate) struct Replay {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) change: Option<u32>,
     /// Let the pool hold PERCENT more than the peak of live bytes (default: 17); 6 packs tightly
-    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(..=i64::from(PoolConfig::MAX_SLACK)))]
+    #[arg(
+        long,
+        value_name = "PERCENT",
+        value_parser = clap::value_parser!(u32).range(..=i64::from(PoolConfig::MAX_SLACK)),
+    )]
     pub(crate) slack: Option<u32>,
     /// Number of timed rounds with the same allocator; the first one fills it
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]

@@ -56,9 +56,10 @@ impl Mapped {
         let Some(exact) = request.size().checked_next_multiple_of(HEAP.unit) else {
             return ClaimOutcome::NoWindow;
         };
-        let overhang = match options.apart && options.move_handles {
-            true => policy().largest_handle / self.slot,
-            false => 0,
+        let overhang = if options.apart && options.move_handles {
+            policy().largest_handle / self.slot
+        } else {
+            0
         };
         let mut claim = None;
         // Small blocks come from slabs of the heap. A whole slot gives the heap room for many
@@ -79,9 +80,10 @@ impl Mapped {
             let mut slots = self.slots();
             let backs = options.grow || options.move_handles;
             let bare = slots.free_runs().filter(|_| backs);
-            let bytes = bytes.saturating_add(overhang * self.slot);
-            let window = window::best(bump, ranges, bare, self.grid(), bytes, align, fit);
-            let Some(window) = window else { continue };
+            let around = bytes.saturating_add(overhang * self.slot);
+            let window = window::best(bump, ranges, bare, self.grid(), around, align, fit);
+            let Some(mut window) = window else { continue };
+            window.block.len = bytes;
             let guard = self.begin_move();
             outcome.own_moves += 1;
             for &(first, count) in &window.missing {

@@ -5,7 +5,11 @@
 use super::{Mapped, intersection};
 use crate::{
     base::dependencies::{StreamDeps, is_done, is_done_except},
-    physical::{options::Readiness, shared_free::SharedFreeList, slots::Mapping},
+    physical::{
+        options::Readiness,
+        shared_free::{SharedFreeList, lowest_place},
+        slots::Mapping,
+    },
     stream_cache::{CacheState, StreamCache},
 };
 use aquifer_core::scratch::{Bump, List, list};
@@ -110,7 +114,7 @@ impl ReclaimedMapping<'_> {
 
 /// Returns whether a block of `bytes` at `align` fits in a range.
 fn has_room(range: Range, bytes: u64, align: u64) -> bool {
-    range.start.next_multiple_of(align).saturating_add(bytes) <= range.end()
+    lowest_place(range, bytes, align).is_some()
 }
 
 impl<'s> FreeRanges<'s> {
@@ -149,7 +153,6 @@ impl<'s> FreeRanges<'s> {
                 done || waits
             });
         });
-        self.sort();
     }
 
     /// As [`FreeRanges::read_cache`], of the shared free list. What may still be waited for is
@@ -196,9 +199,9 @@ impl<'s> FreeRanges<'s> {
             deps.iter().all(|(t, e)| t.is_done(*e) || is_waited_for(t, *e)).then_some(free_range)
         });
         self.all.extend(ready);
-        self.sort();
     }
 
+    /// Puts the ranges in order, each once. Due after the lists have been read.
     fn sort(&mut self) {
         self.all.sort_unstable_by_key(|free_range| free_range.range.start);
         self.all.dedup_by_key(|free_range| free_range.range.start);
@@ -280,6 +283,7 @@ impl Mapped {
                 let _ = shared.from(bytes).find(ends);
             }
         });
+        found.sort();
         if !reach.all {
             self.add_touching(&mut found, donors, reach);
         }
@@ -316,6 +320,7 @@ impl Mapped {
                 touching.for_each(|(range, deps)| _ = add(range, deps));
             });
         }
+        found.sort();
     }
 
     /// Moves free ranges of at least `least` bytes from the caches of `donors` to the shared free

@@ -44,7 +44,6 @@ impl Mapped {
         let pass = self.scratch.begin();
         // What the driver refuses to unmap has nothing to do with this request.
         let _refused = self.reap_zombies(&pass, MOST_UNMAPS);
-        // A failed race is retried: another thread has made progress, so this terminates.
         // A small block comes from a page, or from what is left of one.
         let blocks = [(HEAP.page, HEAP.page), (request.size(), request.alignment())];
         let reach = Reach {
@@ -53,6 +52,7 @@ impl Mapped {
             beside_bare: options.grow || options.move_handles,
             own_parts: options.granularity == Granularity::Slots,
         };
+        // A failed race is retried: another thread has made progress, so this terminates.
         let mut claim = loop {
             let free_ranges =
                 self.free_ranges(&pass, donors, Some(cache), options.readiness, reach);
@@ -171,11 +171,7 @@ impl Mapped {
             if request.size() <= HEAP.small_max {
                 s.allocate(request)
             } else {
-                let start = claim.window.block.start;
-                s.allocate_at(
-                    Range { start, len: request.size().next_multiple_of(HEAP.unit) },
-                    request,
-                )
+                s.allocate_at(claim.window.block, request)
             }
         })
     }

@@ -22,25 +22,42 @@ impl Mapped {
     /// [`ReclaimedMapping::is_done`] for each.
     pub(super) fn unmap_done<'s>(
         &self,
-        mut reclaimed: List<'s, ReclaimedMapping<'s>>,
+        reclaimed: List<'s, ReclaimedMapping<'s>>,
     ) -> (List<'s, Arc<Handle>>, Result<()>) {
-        reclaimed.sort_unstable_by_key(|s| s.mapping.first);
-        let bump = *reclaimed.allocator();
-        let together =
-            list(bump, runs(reclaimed.iter().map(|s| (s.mapping.first, s.mapping.count))));
-        let mut unmapped = List::with_capacity_in(reclaimed.len(), bump);
-        let (mut reclaimed, mut outcome) = (reclaimed.into_iter().peekable(), Ok(()));
-        for (first, count) in together {
+        let mut unmapped = List::with_capacity_in(reclaimed.len(), *reclaimed.allocator());
+        let outcome = self.unmap_each(
+            reclaimed,
+            |s| &s.mapping,
+            usize::MAX,
+            |s, gone| {
+                if gone { unmapped.push(s.mapping.handle) } else { self.restore_mappings([s]) }
+            },
+        );
+        (unmapped, outcome)
+    }
+
+    /// Unmaps the mappings of `items`, adjacent ones in one call, in at most `most` calls, and
+    /// passes on each item and whether its mapping is gone. The error is the first refusal.
+    fn unmap_each<'s, T>(
+        &self,
+        mut items: List<'s, T>,
+        mapping: impl Fn(&T) -> &Mapping,
+        most: usize,
+        mut then: impl FnMut(T, bool),
+    ) -> Result<()> {
+        items.sort_unstable_by_key(|item| mapping(item).first);
+        let slots = |item: &T| (mapping(item).first, mapping(item).count);
+        let together = list(items.allocator(), runs(items.iter().map(slots)));
+        let (mut items, mut outcome) = (items.into_iter().peekable(), Ok(()));
+        for (first, count) in together.into_iter().take(most) {
             let gone = self.unmap_run(first, count);
-            while let Some(s) = reclaimed.next_if(|s| s.mapping.first < first + count) {
-                match gone {
-                    Ok(()) => unmapped.push(s.mapping.handle),
-                    Err(_) => self.restore_mappings([s]),
-                }
+            while let Some(item) = items.next_if(|item| mapping(item).first < first + count) {
+                then(item, gone.is_ok());
             }
             outcome = outcome.and(gone);
         }
-        (unmapped, outcome)
+        items.for_each(|item| then(item, false));
+        outcome
     }
 
     /// Unmaps a run of slots that no queued work uses, and releases the slots.
@@ -86,26 +103,16 @@ impl Mapped {
     /// The driver's first refusal, after all others have been tried. What it refuses stays a
     /// zombie.
     pub(super) fn reap_zombies(&self, bump: &Bump, most: usize) -> Result<()> {
-        let mut over = list(bump, self.slots().zombies.extract_if(.., |zombie| zombie.is_over()));
-        if over.is_empty() {
-            return Ok(());
-        }
-        over.sort_unstable_by_key(|zombie| zombie.mapping.first);
-        let together = list(
-            bump,
-            runs(over.iter().map(|zombie| (zombie.mapping.first, zombie.mapping.count))),
-        );
-        let (mut over, mut outcome) = (over.into_iter().peekable(), Ok(()));
-        for (first, count) in together.into_iter().take(most) {
-            let gone = self.unmap_run(first, count);
-            while let Some(zombie) = over.next_if(|zombie| zombie.mapping.first < first + count) {
-                if gone.is_err() {
+        let over = list(bump, self.slots().zombies.extract_if(.., |zombie| zombie.is_over()));
+        self.unmap_each(
+            over,
+            |zombie| &zombie.mapping,
+            most,
+            |zombie, gone| {
+                if !gone {
                     self.slots().zombies.push(zombie);
                 }
-            }
-            outcome = outcome.and(gone);
-        }
-        self.slots().zombies.extend(over);
-        outcome
+            },
+        )
     }
 }
