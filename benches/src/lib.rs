@@ -13,7 +13,6 @@
 //! |---|---|
 //! | `arena` | arenas |
 //! | `budget` | budgets |
-//! | `cluster` | placement over the devices of thousands of simulated nodes |
 //! | `device` | device memory |
 //! | `global` | the overhead of the global allocator over those it wraps |
 //! | `pinned` | pinned memory |
@@ -26,7 +25,6 @@
 //! | `sheet` | the results so far, and which rows are selected |
 //! | `host` | the machine and the date |
 //! | `report` | the page, and JSON |
-//! | `plot` | pictures of runs |
 //! | `settings` | what to run, and with which settings |
 //!
 //! Two programs beside this library measure by themselves: `hot_path.rs` the hot path of the device
@@ -39,7 +37,6 @@
 mod arena;
 mod bed;
 mod budget;
-mod cluster;
 mod device;
 mod file;
 mod global;
@@ -47,7 +44,6 @@ mod host;
 mod lap;
 mod pinned;
 mod placement;
-mod plot;
 mod report;
 mod row;
 mod settings;
@@ -55,9 +51,8 @@ mod sheet;
 mod stage;
 
 pub use file::{LoadError, LoadReport, load_file};
-pub use plot::{BenchRun, PictureFile, PlotError, picture};
 pub use report::BenchReport;
-pub use settings::{Benchmark, ClusterOptions, RowSelection, StageOptions};
+pub use settings::{Benchmark, RowSelection, StageOptions};
 pub use sheet::BenchError;
 
 /// Measures the selected rows of a benchmark. Its progress is displayed on stderr if that is a
@@ -78,7 +73,6 @@ pub fn run(benchmark: &Benchmark, rows: &RowSelection) -> Result<BenchReport, Be
     match benchmark {
         Benchmark::Arena { device } => arena::run(*device, rows),
         Benchmark::Budget => budget::run(rows),
-        Benchmark::Cluster(options) => cluster::run(options, rows),
         Benchmark::Device { device, driver } => device::run(*device, *driver, rows),
         Benchmark::Global => global::run(rows),
         Benchmark::Pinned { device } => pinned::run(*device, rows),

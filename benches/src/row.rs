@@ -22,8 +22,6 @@ pub(crate) enum Unit {
     MsPerGib,
     /// Per cent. Not a time.
     Percent,
-    /// A number of messages. Not a time.
-    Messages,
     /// 10⁹ bytes per second. Such a row stores the nanoseconds per 10⁹ bytes, so that its ratio is
     /// one of times as well.
     GbPerSecond,
@@ -43,53 +41,15 @@ impl Unit {
             Self::UsPerGib => "µs/GiB",
             Self::MsPerGib => "ms/GiB",
             Self::Percent => "%",
-            Self::Messages => "messages",
             Self::GbPerSecond => "GB/s",
             Self::CpuPerGib => "CPU s/GiB",
         }
     }
 
-    /// Every unit.
-    const ALL: [Self; 11] = [
-        Self::NsPerPair,
-        Self::NsPerOperation,
-        Self::NsPerCall,
-        Self::Us,
-        Self::UsPerHandle,
-        Self::UsPerGib,
-        Self::MsPerGib,
-        Self::Percent,
-        Self::Messages,
-        Self::GbPerSecond,
-        Self::CpuPerGib,
-    ];
-
-    /// Returns the unit with this name in JSON.
-    pub(crate) fn named(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|unit| unit.name() == name)
-    }
-
-    /// Converts a value in this unit to nanoseconds.
-    pub(crate) fn ns(self, value: f64) -> f64 {
-        match self {
-            Self::GbPerSecond => self.nanoseconds() / value,
-            _ => value * self.nanoseconds(),
-        }
-    }
-
-    /// Converts nanoseconds to what an axis shows: rates as such, and all times in nanoseconds.
-    pub(crate) fn on_axis(self, ns: f64) -> f64 {
-        if self == Self::GbPerSecond { self.value(ns) } else { ns }
-    }
-
     /// Returns the length of its unit of time in nanoseconds.
     fn nanoseconds(self) -> f64 {
         match self {
-            Self::NsPerPair
-            | Self::NsPerOperation
-            | Self::NsPerCall
-            | Self::Percent
-            | Self::Messages => 1.0,
+            Self::NsPerPair | Self::NsPerOperation | Self::NsPerCall | Self::Percent => 1.0,
             Self::Us | Self::UsPerHandle | Self::UsPerGib => 1e3,
             Self::MsPerGib => 1e6,
             Self::GbPerSecond | Self::CpuPerGib => 1e9,
@@ -108,9 +68,6 @@ impl Unit {
     pub(crate) fn of(self, ns: f64) -> String {
         if self == Self::Percent {
             return format!("{ns:.2} %");
-        }
-        if self == Self::Messages {
-            return format!("{ns:.1}");
         }
         if self == Self::GbPerSecond {
             return format!("{:.1} GB/s", self.value(ns));
@@ -246,20 +203,10 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_is_found_by_its_name_and_converts_back() {
-        for unit in Unit::ALL {
-            assert_eq!(Unit::named(unit.name()), Some(unit));
-            assert!((unit.ns(unit.value(1234.5)) - 1234.5).abs() < 1e-9, "{unit:?}");
-        }
-        assert_eq!(Unit::named("furlongs"), None);
-    }
-
-    #[test]
     fn a_person_reads_it_in_the_unit_that_suits() {
         assert_eq!(Unit::NsPerPair.of(29.14), "29.1 ns/pair");
         assert_eq!(Unit::NsPerOperation.of(228_000.0), "228 µs/op");
         assert_eq!(Unit::Us.of(5_120.0), "5.12 µs");
         assert_eq!(Unit::Percent.of(2.106), "2.11 %");
-        assert_eq!(Unit::Messages.of(2.26), "2.3");
     }
 }

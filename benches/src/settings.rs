@@ -14,8 +14,6 @@ pub enum Benchmark {
     },
     /// Charges to budgets.
     Budget,
-    /// Placement over a simulated cluster.
-    Cluster(ClusterOptions),
     /// The caching device pool.
     Device {
         /// The device to run on.
@@ -34,15 +32,6 @@ pub enum Benchmark {
     Placement,
     /// Staging of pageable memory and files.
     Stage(StageOptions),
-}
-
-/// Settings of [`Benchmark::Cluster`].
-#[derive(Clone, PartialEq, Eq, Default, Debug)]
-pub struct ClusterOptions {
-    /// Nodes of eight devices. By default 1250, fewer in a quick run.
-    pub nodes: Option<u32>,
-    /// Equal seeds give equal figures, except for the time to place.
-    pub seed: u64,
 }
 
 /// Settings of [`Benchmark::Stage`].

@@ -219,16 +219,6 @@ impl Sheet {
         self.taken_on(what, device, device_title, ("no driver".to_owned(), None), quick)
     }
 
-    /// Returns the report of a simulation that has no device of its own.
-    pub(super) fn report_of_simulation(
-        self,
-        what: &'static str,
-        title: String,
-        quick: bool,
-    ) -> BenchReport {
-        self.taken_on(what, "none".to_owned(), title, ("no driver".to_owned(), None), quick)
-    }
-
     /// Returns the report with its machine: a place whose driver interface has this `version`.
     pub(super) fn report(
         self,

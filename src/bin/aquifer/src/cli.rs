@@ -4,7 +4,7 @@ use crate::{
     amount::{Amount, AmountError},
     listen_address::ListenAddress,
 };
-use aquifer_benches::{Benchmark, ClusterOptions, RowSelection, StageOptions};
+use aquifer_benches::{Benchmark, RowSelection, StageOptions};
 use aquifer_console::place::DeviceChoice;
 use aquifer_device::PoolConfig;
 use aquifer_formats::trace::TraceDevice;
@@ -72,12 +72,6 @@ be planned, or has several devices and --device-index names none.")]
 Every byte is read back and compared. Beside it stands the driver's own copy of the
 same bytes from pageable memory, and the copy from pinned memory, which is the limit.")]
     Stage(Stage),
-    /// Draw runs of `bench --json` as a picture: bars beside the peers, and curves
-    #[command(after_help = "\
-The picture is SVG, and the same for the same files, byte for byte. Several runs stand
-one below the other. Rows that differ by one quantity (threads, holes, bytes) are
-curves. `bench --plot FILE.svg` draws its own run.")]
-    Plot(Plot),
     /// Show the memory of all processes of this user that use the library, live in the terminal
     #[command(after_help = "\
 Keys: arrows select a row and the column to sort by, r reverses, Enter unfolds, a
@@ -192,20 +186,6 @@ pub(crate) struct PlanArgs {
     pub(crate) json: bool,
 }
 
-/// Arguments of `plot`.
-#[derive(Args, Debug)]
-pub(crate) struct Plot {
-    /// Runs to draw: files with the JSON of `aquifer bench --json`
-    #[arg(required = true, value_name = "RUN.json")]
-    pub(crate) runs: Vec<PathBuf>,
-    /// Picture to write
-    #[arg(short, long, value_name = "FILE.svg")]
-    pub(crate) output: PathBuf,
-    /// Draw only rows whose name contains PATTERN, ignoring case
-    #[arg(long, value_name = "PATTERN")]
-    pub(crate) only: Option<String>,
-}
-
 /// Flags of `report`.
 #[derive(Args, Debug)]
 pub(crate) struct Report {
@@ -229,9 +209,6 @@ pub(crate) struct Report {
     /// Exit with status 1 if the peak of live bytes of any device is above this
     #[arg(long, value_name = "BYTES")]
     pub(crate) fail_over: Option<Size>,
-    /// Write a trace for Perfetto's viewer
-    #[arg(long, value_name = "FILE")]
-    pub(crate) perfetto: Option<PathBuf>,
     /// Device to report on and to check, if the trace has several: its number, host or host:N for
     /// pinned memory (default: show the one with the most events, or compare each; check all)
     #[arg(long, value_name = "DEVICE")]
@@ -286,12 +263,6 @@ of it. Takes some seconds.")]
 A ratio is the placer's time over that of a vector of free bytes behind a lock in the
 same run. No GPU is part of it. Takes most of a minute.")]
     Placement(BenchPlacement),
-    /// Choosing devices of a simulated cluster: by each policy, with queues, deaths and old
-    /// figures
-    #[command(after_help = "\
-The time to place is measured. All other figures are those of a simulation, the same
-for the same seed. No GPU is part of it. Takes some minutes.")]
-    Cluster(BenchCluster),
 }
 
 impl Benched {
@@ -315,9 +286,6 @@ impl Benched {
             Self::Global(args) => (Benchmark::Global, args.rows),
             Self::Budget(args) => (Benchmark::Budget, args.rows),
             Self::Placement(args) => (Benchmark::Placement, args.rows),
-            Self::Cluster(BenchCluster { nodes, seed, rows }) => {
-                (Benchmark::Cluster(ClusterOptions { nodes, seed }), rows)
-            }
         }
     }
 }
@@ -334,9 +302,6 @@ pub(crate) struct RowFlags {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// Also draw the results as a picture (SVG)
-    #[arg(long, value_name = "FILE.svg")]
-    pub(crate) plot: Option<PathBuf>,
     /// Note to keep with the results, such as what else the machine was doing
     #[arg(long, value_name = "TEXT")]
     pub(crate) note: Option<String>,
@@ -371,20 +336,6 @@ pub(crate) struct BenchBudget {
 /// Flags of `bench placement`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchPlacement {
-    /// Row selection and output format
-    #[command(flatten)]
-    pub(crate) rows: RowFlags,
-}
-
-/// Flags of `bench cluster`.
-#[derive(Args, Debug)]
-pub(crate) struct BenchCluster {
-    /// Nodes of eight devices, by default 1250
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    pub(crate) nodes: Option<u32>,
-    /// Seed of arrivals, lengths and deaths
-    #[arg(long, value_name = "NUMBER", default_value_t = 0)]
-    pub(crate) seed: u64,
     /// Row selection and output format
     #[command(flatten)]
     pub(crate) rows: RowFlags,
@@ -671,7 +622,7 @@ where
     Cli::try_parse_from(arguments).map_err(|e| match e.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Refused::Words(e.to_string()),
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Refused::Mistake(
-            "a command is needed: replay, report, plan, bench, stage, plot, top, metrics or doctor; aquifer --help says more"
+            "a command is needed: replay, report, plan, bench, stage, top, metrics or doctor; aquifer --help says more"
                 .to_owned(),
         ),
         _ => Refused::Mistake(one_line(&e.to_string())),

@@ -7,7 +7,6 @@
 //! | `made` | the list of generated traces |
 //! | `replay` | replaying a trace |
 //! | `plan` | placing the blocks of a trace |
-//! | `plot` | pictures of benchmarks |
 //! | `report` | what held memory in a trace |
 //! | `top` | the processes of the user, live |
 //! | `metrics` | the same for Prometheus |
@@ -35,14 +34,12 @@ mod made;
 mod metrics;
 mod output;
 mod plan;
-mod plot;
 mod replay;
 mod report;
 mod rows;
 mod top;
 mod trace_file;
 
-use aquifer_benches::{PictureFile, PlotError};
 use aquifer_console::foreign::printable;
 use aquifer_formats::trace::made::asks_for_list;
 use cli::{Command, Refused};
@@ -96,22 +93,11 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             },
             Command::Bench(args) => {
                 let (benchmark, rows) = args.what.settings();
-                // A picture that cannot be written is refused before minutes are spent on it.
-                let file = match rows.plot.as_deref().map(PictureFile::at).transpose() {
-                    Ok(file) => file,
-                    Err(mistake) => return refuse(&mistake.to_string()),
-                };
                 match aquifer_benches::run(&benchmark, &rows.selection()) {
                     Ok(report) => {
                         let report = report.with_note(rows.note);
                         let text = if rows.json { report.to_json() } else { report.to_screen() };
-                        let drawn = file.map_or(Ok(()), |file| plot::draw(&report, &file));
-                        let status = match drawn {
-                            Ok(()) if report.is_clean() => WELL,
-                            Ok(()) => NO,
-                            Err(e) => complain(&e),
-                        };
-                        (text, status)
+                        (text, if report.is_clean() { WELL } else { NO })
                     }
                     Err(mistake) => return refuse(&mistake.to_string()),
                 }
@@ -125,10 +111,6 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
                     Err(mistake) => return refuse(&mistake.to_string()),
                 }
             }
-            Command::Plot(args) => match plot::run(&args) {
-                Ok(text) => (text, WELL),
-                Err(e) => return ExitCode::from(complain(&e)),
-            },
             Command::Top(args) => match top::run(&args) {
                 Ok(text) if text.is_empty() => return ExitCode::from(WELL),
                 Ok(text) => (text, WELL),
@@ -165,13 +147,6 @@ fn raw(bytes: &[u8]) -> ExitCode {
         }
         _ => ExitCode::from(WELL),
     }
-}
-
-/// Prints why there is no picture, and returns the exit status for it: a run without rows is a
-/// valid one.
-fn complain(error: &PlotError) -> u8 {
-    report_error(&error.to_string());
-    if matches!(error, PlotError::NoRow) { NO } else { MISTAKE }
 }
 
 /// Prints an error in one line on stderr and returns the exit status for it.

@@ -1,5 +1,4 @@
-//! `aquifer report`: what held memory in a recorded history, as a page, as text, as JSON or for
-//! Perfetto.
+//! `aquifer report`: what held memory in a recorded history, as a page, as text or as JSON.
 //!
 //! | module | contents |
 //! |---|---|
@@ -12,7 +11,6 @@
 //! | `data` | the data of a page, and JSON |
 //! | `page` | the page |
 //! | `text` | text for logs |
-//! | `perfetto`, `protobuf` | a trace for Perfetto's viewer |
 
 mod analysis;
 mod bands;
@@ -21,8 +19,6 @@ mod data;
 mod failure;
 mod holders;
 mod page;
-mod perfetto;
-mod protobuf;
 mod selection;
 mod text;
 
@@ -66,14 +62,10 @@ pub(crate) enum ReportError {
     },
     /// The standard input is named twice.
     TwiceStandardInput,
-    /// A trace for Perfetto is of one input.
-    PerfettoOfTwo,
     /// Two inputs have no device in common: their names and devices.
     NoCommonDevice([(String, Vec<TraceDevice>); 2]),
     /// An output is one of the inputs.
     OutputIsInput(PathBuf),
-    /// Both outputs are one file.
-    OutputTwice(PathBuf),
     /// The page does not fit its limit.
     Page(PageError),
     /// A file cannot be written.
@@ -85,7 +77,6 @@ impl fmt::Display for ReportError {
         match self {
             Self::Input { path, error } => trace_file::write_error(f, path, error),
             Self::TwiceStandardInput => f.write_str("the standard input can be read once"),
-            Self::PerfettoOfTwo => f.write_str("--perfetto writes one trace, and two are given"),
             Self::NoCommonDevice(inputs) => {
                 let [first, second] = inputs.each_ref().map(|(name, devices)| {
                     let name = text::printable(name);
@@ -101,13 +92,6 @@ impl fmt::Display for ReportError {
             Self::Unread { path, rows } => trace_file::write_unread(f, path, *rows),
             Self::OutputIsInput(path) => {
                 write!(f, "{} would replace the trace that is read", foreign::path(path))
-            }
-            Self::OutputTwice(path) => {
-                write!(
-                    f,
-                    "{} cannot be both the page and the trace for Perfetto",
-                    foreign::path(path)
-                )
             }
             Self::Page(e) => e.fmt(f),
             Self::Output(path, e) => write!(f, "{} cannot be written: {e}", foreign::path(path)),
@@ -178,10 +162,6 @@ pub(crate) fn run(args: &cli::Report) -> Result<ReportResult, ReportError> {
             merged => format!(", {merged} of the smallest blocks merged"),
         };
         written.push(format!("{}  {}{merged}", foreign::path(path), Bytes(bytes)));
-    }
-    if let (Some(path), Some(run)) = (&args.perfetto, runs.first()) {
-        let bytes = save(path, |out| perfetto::write(run, out))?;
-        written.push(format!("{}  {}", foreign::path(path), Bytes(bytes)));
     }
     progress.clear();
     let limit = args.fail_over.map_or(u64::MAX, |limit| limit.0);
@@ -282,17 +262,10 @@ fn check_paths(args: &cli::Report) -> Result<(), ReportError> {
     if inputs.iter().filter(|path| path.as_os_str() == "-").count() > 1 {
         return Err(ReportError::TwiceStandardInput);
     }
-    if args.perfetto.is_some() && inputs.len() > 1 {
-        return Err(ReportError::PerfettoOfTwo);
-    }
-    let outputs = [&args.output, &args.perfetto].into_iter().flatten();
-    for output in outputs {
-        if inputs.iter().any(|input| trace_file::is_same_file(output, input)) {
-            return Err(ReportError::OutputIsInput(output.clone()));
+    match &args.output {
+        Some(output) if inputs.iter().any(|input| trace_file::is_same_file(output, input)) => {
+            Err(ReportError::OutputIsInput(output.clone()))
         }
-    }
-    match (&args.output, &args.perfetto) {
-        (Some(page), Some(trace)) if page == trace => Err(ReportError::OutputTwice(page.clone())),
         _ => Ok(()),
     }
 }

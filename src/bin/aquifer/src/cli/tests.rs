@@ -27,7 +27,7 @@ fn a_mistake_is_told_in_one_line() {
     let table = [
         (
             "aquifer",
-            "a command is needed: replay, report, plan, bench, stage, plot, top, metrics or doctor",
+            "a command is needed: replay, report, plan, bench, stage, top, metrics or doctor",
         ),
         ("aquifer drink", "unrecognized subcommand 'drink'"),
         ("aquifer replay", "the following required arguments were not provided: <TRACE>"),
@@ -78,14 +78,6 @@ fn a_mistake_is_told_in_one_line() {
         (
             "aquifer stage f --slot 2x",
             "invalid value '2x' for '--slot <BYTES>': an amount is bytes",
-        ),
-        (
-            "aquifer plot -o a.svg",
-            "the following required arguments were not provided: <RUN.json>...",
-        ),
-        (
-            "aquifer plot run.json",
-            "the following required arguments were not provided: --output <FILE.svg>",
         ),
         ("aquifer top --interval 0", "invalid value '0' for '--interval <TIME>': an interval"),
         ("aquifer top --interval 5ms", "invalid value '5ms' for '--interval <TIME>'"),

@@ -1,8 +1,14 @@
 //! The groups of `aquifer bench`, as a person runs them.
 
 use crate::support::{program, text};
+use crate::terminal::on_terminal;
+use nix::sys::signal::{Signal, kill};
 use serde_json::Value;
-use std::{env, process::Output};
+use std::{
+    env,
+    os::unix::process::ExitStatusExt,
+    process::{Command, Output},
+};
 
 /// Whether the program was built with all peers, as these tests were.
 const PEERS: bool = cfg!(feature = "peers");
@@ -338,4 +344,29 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
         assert!(said.starts_with("aquifer: ") && said.lines().count() == 1, "{flags}: {said:?}");
         assert!(said.contains(expected), "{flags}: {said}");
     }
+}
+
+#[test]
+fn a_bench_tells_a_terminal_how_far_it_is_and_erases_that() {
+    let mut command = program();
+    command.args(["bench", "budget"]);
+    let (told, status) = on_terminal(command, |_, _| {});
+    assert!(status.success());
+    assert!(told.contains("measuring:") && told.contains(" %"), "{told:?}");
+    assert!(told.ends_with("\r\x1b[K"), "{told:?}");
+}
+
+#[test]
+fn a_bench_that_is_interrupted_leaves_a_visible_cursor() {
+    // A shell starts what is in the background with this signal ignored, and tests may be there.
+    let mut command = Command::new("env");
+    command.arg("--default-signal=INT").arg(program().get_program());
+    command.args(["bench", "budget"]);
+    let (told, status) = on_terminal(command, |id, told| {
+        if told.contains("measuring:") {
+            kill(id, Signal::SIGINT).expect("a process");
+        }
+    });
+    assert_eq!(status.signal(), Some(2), "{told:?}");
+    assert!(told.contains("measuring:") && !told.contains("\x1b[?25l"), "{told:?}");
 }

@@ -47,7 +47,6 @@ fn names_of_files_are_shown_and_do_nothing() {
     run(&["report", &trace, "--text"], 0);
     run(&["report", &trace, &trace], 0);
     run(&["report", &trace, "-o", &output(".html")], 0);
-    run(&["report", &trace, "--perfetto", &output(".perfetto")], 0);
     run(&["plan", &trace], 0);
     run(&["plan", &trace, "-o", &plan], 0);
     for command in ["replay", "report", "plan"] {
@@ -64,14 +63,11 @@ fn names_of_files_are_shown_and_do_nothing() {
     run(&["report", &absent], 2);
     run(&["report", &trace, "-o", &absent], 2);
     run(&["report", &trace, "-o", &trace], 2);
-    run(&["report", &trace, "-o", &plan, "--perfetto", &plan], 2);
     run(&["plan", &absent], 2);
     run(&["plan", &trace, "-o", &absent], 2);
     run(&["plan", &trace, "-o", &trace], 2);
     run(&["stage", &absent, "--device", "sim"], 2);
     run(&["stage", &folder.file(&format!("{HOSTILE}.empty"), ""), "--device", "sim"], 2);
-    run(&["plot", &absent, "-o", &folder.path("out.svg")], 2);
-    run(&["plot", &trace, "-o", &folder.path("out.svg")], 2);
     run(&["metrics", "-o", &absent], 2);
     run(&["metrics", "--listen", &format!("unix:{absent}")], 2);
     run(&["metrics", "--listen", HOSTILE], 2);
@@ -105,11 +101,6 @@ fn names_within_files_are_shown_and_do_nothing() {
         run(&["report", trace, "--json"]);
         run(&["plan", trace]);
     }
-    let value = serde_json::json!({
-        "benchmark": HOSTILE, "device": HOSTILE, "rows": [{ "name": HOSTILE, "ns": 1.0 }]
-    });
-    let picture = folder.file("run.json", value.to_string());
-    run(&["plot", &picture, "-o", &folder.path("o.svg")]);
 }
 
 #[test]

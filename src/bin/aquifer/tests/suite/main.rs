@@ -3,7 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | `program` | replays, snapshots, completions, errors |
-//! | `plan`, `report`, `stage`, `plot`, `bench` | the commands of these names |
+//! | `plan`, `report`, `stage`, `bench` | the commands of these names |
 //! | `foreign` | hostile names in every command |
 //! | `processes` | `aquifer top` and `aquifer metrics` over other processes |
 //! | `terminal` | a program on a pseudo-terminal |
@@ -18,7 +18,6 @@
 mod bench;
 mod foreign;
 mod plan;
-mod plot;
 mod processes;
 mod program;
 mod report;

@@ -1,4 +1,4 @@
-//! `aquifer report` as a person runs it: text, JSON, the page, the trace for Perfetto, and errors.
+//! `aquifer report` as a person runs it: text, JSON, the page, and errors.
 
 use crate::support::{Folder, aquifer, data, number, program, snapshot, text};
 use aquifer_core::{Budget, Recorder, event::TraceFile};
@@ -319,7 +319,7 @@ fn series_of(run: &Value, name: &str) -> Vec<Value> {
 fn the_limit_is_shown_wherever_a_trace_tells_it() {
     let folder = Folder::new();
     let input = folder.path("limited.csv");
-    let (page, counters) = (folder.path("page.html"), folder.path("trace.pftrace"));
+    let page = folder.path("page.html");
     let mib = 1_u64 << 20;
     let limit = |at: u64, bytes: u64| format!("{at},l,0,{bytes},0,cached,0,,,1\n");
     let whole = fragmented();
@@ -343,15 +343,13 @@ fn the_limit_is_shown_wherever_a_trace_tells_it() {
         "{said}"
     );
 
-    assert!(report([&input, "-o", &page, "--perfetto", &counters]).status.success());
+    assert!(report([&input, "-o", &page]).status.success());
     let (header, arrays) = payload(&fs::read_to_string(&page).expect("a page"));
     let [curve] = &of(&header["runs"][0])[..] else { panic!("{header}") };
     let [level] = &curve["levels"].as_array().expect("levels")[..] else { panic!("{curve}") };
     assert_eq!(f64s(&arrays, &level["t"]), [0.0, 10.0, 50.0]);
     let last = f64s(&arrays, &level["last"]);
     assert!(last[..2] == [most, least] && last[2].is_nan(), "{last:?}");
-    let bytes = fs::read(&counters).expect("a trace");
-    assert!(bytes.windows(5).any(|name| name == b"limit"));
 
     // Older traces do not tell it.
     fs::write(&input, fragmented()).expect("a trace");
@@ -363,7 +361,7 @@ fn the_limit_is_shown_wherever_a_trace_tells_it() {
 fn what_is_in_use_outside_is_shown_wherever_a_trace_tells_it() {
     let folder = Folder::new();
     let input = folder.path("beside.csv");
-    let (page, counters) = (folder.path("page.html"), folder.path("trace.pftrace"));
+    let page = folder.path("page.html");
     let mib = 1_u64 << 20;
     let outside = |at: u64, bytes: u64| format!("{at},o,0,{bytes},0,cached,0,,,1\n");
     let whole = fragmented();
@@ -388,14 +386,12 @@ fn what_is_in_use_outside_is_shown_wherever_a_trace_tells_it() {
         "{said}"
     );
 
-    assert!(report([&input, "-o", &page, "--perfetto", &counters]).status.success());
+    assert!(report([&input, "-o", &page]).status.success());
     let (header, arrays) = payload(&fs::read_to_string(&page).expect("a page"));
     let [curve] = &of(&header["runs"][0])[..] else { panic!("{header}") };
     let [level] = &curve["levels"].as_array().expect("levels")[..] else { panic!("{curve}") };
     assert_eq!(f64s(&arrays, &level["t"]), [0.0, 10.0, 50.0]);
     assert_eq!(f64s(&arrays, &level["last"]), [first, most, 0.0]);
-    let bytes = fs::read(&counters).expect("a trace");
-    assert!(bytes.windows(7).any(|name| name == b"outside"));
 
     // Older traces do not tell it.
     fs::write(&input, fragmented()).expect("a trace");
@@ -609,9 +605,6 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_leaves_no_file() {
     refused(&report(["/nowhere.csv"]), "/nowhere.csv: No such file");
     refused(&report([&snapshot("broken.harm.pickle"), "-o", &page]), "not a memory snapshot");
     refused(&report([&good, "-o", &good]), "would replace the trace");
-    refused(&report([&good, "--perfetto", &good]), "would replace the trace");
-    refused(&report([&good, "-o", &page, "--perfetto", &page]), "cannot be both");
-    refused(&report([&good, &good, "--perfetto", &page]), "two are given");
     refused(&report(["-", "-"]), "the standard input can be read once");
     refused(&report([&good, "-o", &folder.path("no/such/page.html")]), "cannot be written");
     refused(&report([&good, "-o", folder.0.to_str().expect("text")]), "it is a directory");
@@ -620,45 +613,6 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_leaves_no_file() {
     refused(&report([&good, "--fail-over", "0"]), "invalid value '0'");
     assert_eq!(folder.names(), ["cut.csv", "good.csv"]);
     assert_eq!(fs::read_to_string(&good).expect("the trace"), fragmented());
-}
-
-#[test]
-fn a_trace_for_perfetto_is_a_list_of_whole_packets() {
-    let folder = Folder::new();
-    let file = folder.path("trace.pftrace");
-    let output = report([&data("resnet_train.csv.xz"), "--perfetto", &file]);
-    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-    let bytes = fs::read(&file).expect("a trace");
-    let (mut at, mut packets) = (0, 0);
-    while at < bytes.len() {
-        // Field 1, delimited.
-        assert_eq!(bytes[at], 0x0a);
-        let (mut length, mut shift) = (0_usize, 0);
-        loop {
-            at += 1;
-            length |= usize::from(bytes[at] & 0x7f) << shift;
-            shift += 7;
-            if bytes[at] < 0x80 {
-                break;
-            }
-        }
-        at += 1 + length;
-        packets += 1;
-    }
-    assert_eq!(at, bytes.len());
-    assert!(packets > 20_000, "{packets}");
-}
-
-#[test]
-fn a_trace_for_perfetto_holds_times_of_any_size() {
-    let folder = Folder::new();
-    let trace = folder.path("late.csv");
-    let last = u64::MAX / 2;
-    let lines =
-        format!("t_us,op,id,bytes,stream\n1,a,1,512,0\n{last},a,2,512,0\n{last},f,2,512,0\n");
-    fs::write(&trace, lines).expect("a trace");
-    let output = report([&trace, "--perfetto", &folder.path("late.pftrace")]);
-    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
 }
 
 fn refused(output: &Output, expected: &str) {
