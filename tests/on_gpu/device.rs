@@ -379,10 +379,10 @@ fn streams_that_do_not_share_make_no_wait_for_each_other() {
     assert!(pool.driver().calls().get(Call::StreamWaitEvent) >= before);
 }
 
-/// Faults that debugging finds on a real device: a kernel beyond the end of its block, a fill
-/// before its start, and a kernel after the free. Correct work is not reported.
+/// Faults that debugging finds on a real device: a kernel beyond the end of its block, and a fill
+/// before its start. Correct work is not reported.
 #[test]
-fn writes_around_a_block_and_after_its_free_are_found_and_right_ones_are_not() {
+fn writes_around_a_block_are_found_and_right_ones_are_not() {
     let Some(gpu) = gpu() else { return };
     if env::var_os("AQUIFER_BYPASS").is_some() {
         return;
@@ -426,18 +426,9 @@ fn writes_around_a_block_and_after_its_free_are_found_and_right_ones_are_not() {
     let found = pool.check().unwrap();
     assert!(matches!(found[0].fault, Fault::Underrun { offset: -3, found: 0x55 }), "{}", found[0]);
 
-    let late: DeviceBuffer<u32> = pool.buffer(&s, 1000).unwrap();
-    let address = late.block().address();
-    let line = line!() + 1;
-    pool.free(late);
-    s.synchronize().unwrap();
-    launch(address + 400, 1);
     drop(kept);
     pool.trim(0).unwrap();
-    let found = pool.findings();
-    assert_eq!(found.len(), 3, "{found:?}");
-    assert!(matches!(found[2].fault, Fault::LateWrite { offset: 400, found: 4 }), "{}", found[2]);
-    assert_eq!(found[2].block.freed_at.unwrap().line(), line);
+    assert_eq!(pool.findings().len(), 2, "{:?}", pool.findings());
     assert_eq!((pool.stats().pending, pool.budget().used()), (0, 0));
 }
 

@@ -148,14 +148,6 @@ pub enum MemoryError {
         /// The tag whose memory is parked as a whole.
         tag: Tag,
     },
-    /// A new block would overlap a live one, which is a bug of the source of the memory. The memory
-    /// is not used.
-    BlockOverlap {
-        /// The start of the new block.
-        address: u64,
-        /// The start of the live block that it overlaps.
-        held: u64,
-    },
     /// One launch lists the same bytes twice, and at least one of the uses writes.
     ListedTwice {
         /// The block.
@@ -306,12 +298,6 @@ impl fmt::Display for MemoryError {
             }
             Self::Parked { tag } => {
                 write!(f, "the memory of {:?} is parked; resume it first", tag.name())
-            }
-            Self::BlockOverlap { address, held } => {
-                write!(
-                    f,
-                    "a block at {address:#x} would overlap the one at {held:#x}; it is kept from use"
-                )
             }
             Self::ListedTwice { address } => {
                 write!(f, "one launch lists the block at {address:#x} twice, and writes it")

@@ -1,82 +1,88 @@
-//! Checked blocks: guards, poison, a quarantine, overlap checks and leak reports.
+//! Checked blocks: guards, poison and leak reports.
 //!
 //! With any of [`Debugging`]'s checks enabled, a pool's blocks are allocated here. This module
 //! holds the block from the pool, with guards around it, and the user gets the middle of it. A
-//! freed block returns here first, and to the pool after it has been read:
+//! freed block returns here first, and to the pool after its guards have been read:
 //!
 //! ```text
-//!   drop ──▶ other uses done? ──yes──▶ filled with POISON_FREED ──▶ quarantine ──▶ inspected ──▶ pool
-//!                  │ no                                              ▲ (oldest out first)
-//!                  ▼                                                 │
-//!               waiting ─ at the next collection, if they are ───────┘
+//!   drop ──▶ other uses done? ──yes──▶ filled with POISON_FREED ──▶ guards read ──▶ pool
+//!                  │ no                  ▲
+//!                  ▼                     │
+//!               waiting ── at the next release, if they are
 //! ```
 //!
-//! - **A drop never blocks**: it queues a fill at most. Reading bytes back blocks until the work
-//!   queued on the block's stream is done. It happens inside an allocation that finds the
-//!   quarantine over its bound, under memory pressure, at a trim, a check or the end of the pool.
-//! - **The quarantine is released first**: its blocks are released, oldest first, before the pool
-//!   reclaims from others or refuses. Wrappers' limits are not charged for them.
+//! - **A drop never blocks**: it queues a fill at most. Reading guards back blocks until the work
+//!   queued on the block's stream is done. It happens at the next allocation, under memory
+//!   pressure, at a trim, a check or the end of the pool.
+//! - **Freed blocks are available**: they are released before the pool refuses, and when others
+//!   reclaim from it. Wrappers' limits are not charged for them.
 //! - **Guards cost memory**: [`GUARD_BYTES`] behind each block, and before it as many or the
 //!   block's alignment. A recorder sees the blocks of the pool: with guards, and freed when they
 //!   return to the pool.
 //!
 //! # Limits
 //! These are not detected: a write of the byte value that is already there, a write into another
-//! live block, and reads, except by the poison that they return. A block of a retired stream is not
-//! filled at the free, so late writes to it are not detected. A block of a stream whose handle may
-//! become invalid at any time returns without a check, and so does a block that outlives its pool.
+//! block, a write after the free, and reads, except by the poison that they return. A block of a
+//! stream whose handle may become invalid at any time returns without a check, and so does a block
+//! that outlives its pool.
 
-mod age_queue;
-mod allocate;
-mod finding;
 mod guards;
-mod leaks;
-#[cfg(test)]
-mod overlap_tests;
-mod quarantine;
-mod range_set;
-mod reclaim;
+mod reports;
 mod settings;
 
-pub use finding::{Fault, Finding};
 pub use guards::{CANARY, GUARD_BYTES, POISON_ALLOCATED, POISON_FREED};
-pub use leaks::{LeakGroup, LeakReport};
+pub use reports::{Fault, Finding, LeakGroup, LeakReport};
 pub use settings::{Debugging, FindingHook};
 
 use crate::{
     Block, DeviceBuffer, Request,
     base::{
         driver::notify_observer,
-        extent::UntilFree,
+        errors::is_shortage,
+        extent::{PackedRequest, UntilFree},
         freed_addresses::FreedAddresses,
         live_blocks::LiveBlockList,
-        pending::{DeferredFree, PendingWork},
-        record::BlockRecord,
+        pending::{DeferredFree, PendingUses, PendingWork},
+        reclaim_cost::reclaim_cost,
+        record::{BlockRecord, stream_of},
         usage::LiveUsage,
+        waits::{deadline, has_passed},
     },
-    block::ReleaseBlock,
+    block::{DriverBlock, ReleaseBlock},
 };
-use age_queue::AgeQueue;
 use aquifer_core::{
-    Action, Budget, DeviceId, PoolStats, Recorder, Reservation, Result, budget::HookRegistration,
+    Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result,
+    budget::{HookRegistration, Offer, Reclaim},
     event::MemoryLocation,
 };
 use aquifer_driver::{DeviceRange, Driver, KeepAlive, Ownership, RawStream, site};
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
-use guards::GuardLayout;
-use range_set::RangeSet;
+use guards::{GuardLayout, GuardedBlock};
 use std::{
     backtrace::Backtrace,
-    collections::BTreeMap,
-    fmt,
+    collections::{BTreeMap, VecDeque},
+    fmt, mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    thread,
     time::{Duration, Instant},
 };
 
 /// Number of findings kept for [`DevicePool::findings`](crate::DevicePool::findings). The first are
 /// the most informative.
 const MAX_FINDINGS: usize = 1024;
+
+/// Pause between two checks whether another thread is done.
+const INSPECTION_POLL: Duration = Duration::from_micros(50);
+
+/// What to do with a freed block that cannot be read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum OnUnread {
+    /// It stays for one more attempt, and is released after that.
+    Keep,
+    /// It is released, and that is reported.
+    Release,
+}
 
 /// A source of blocks that can be checked.
 pub(crate) trait BlockSource: fmt::Debug + Send + Sync {
@@ -129,7 +135,7 @@ pub(crate) struct CheckedPool {
     /// The stream that blocks are read back on, while the pool is open.
     reader: Mutex<Option<Reader>>,
     findings: Mutex<Vec<Finding>>,
-    state: Mutex<State>,
+    state: Mutex<CheckedState>,
     registration: OnceLock<HookRegistration>,
 }
 
@@ -141,23 +147,17 @@ struct Reader {
     _known: Arc<Timeline>,
 }
 
-struct State {
+struct CheckedState {
     /// Live blocks by their user address.
     live: BTreeMap<u64, CheckedBlock>,
-    /// All held ranges, with [`Debugging::overlap`].
-    ranges: RangeSet<BlockRecord>,
-    /// Freed blocks with uses that are not known to be done.
-    waiting: Vec<QuarantinedBlock>,
-    /// Freed blocks by age.
-    quarantine: AgeQueue<QuarantinedBlock>,
-    /// Bytes in the quarantine, with guards.
-    quarantined: u64,
-    /// Number of threads that have removed freed blocks from the lists to read them.
+    /// Freed blocks that have not returned to the pool, oldest first.
+    freed: VecDeque<FreedBlock>,
+    /// Number of threads that have removed freed blocks from the list to read them.
     inspecting: u32,
     /// Bytes returned to the pool so far.
     returned: u64,
     /// Addresses of freed blocks that no later block has had.
-    freed: FreedAddresses,
+    freed_addresses: FreedAddresses,
     closed: bool,
     /// Statistics of the users' blocks.
     own: LiveUsage,
@@ -173,32 +173,16 @@ struct CheckedBlock {
     freed: Option<DeferredFree>,
 }
 
-/// The memory of a block with its guards.
-struct GuardedBlock {
-    memory: DeviceBuffer<u8>,
-    layout: GuardLayout,
-    owner_stream: Arc<Timeline>,
-    reported: ReportedFaults,
-}
-
-/// Faults of a block that have been reported, and are not reported again.
-#[derive(Clone, Copy, Default)]
-struct ReportedFaults {
-    before: bool,
-    body: bool,
-    behind: bool,
-}
-
 /// A block that its user has freed.
-struct QuarantinedBlock {
+struct FreedBlock {
     record: BlockRecord,
     capacity: u64,
     held: GuardedBlock,
     uses: Uses,
     until_free: UntilFree,
     generation: u64,
-    /// Whether it has been filled with [`POISON_FREED`].
-    filled: bool,
+    /// Whether its uses are over and it has been filled.
+    settled: bool,
     /// Whether one attempt to read it back has failed.
     refused: bool,
 }
@@ -220,7 +204,7 @@ impl CheckedPool {
     ) -> Result<Arc<Self>> {
         let device = streams.device();
         let listing = Arc::new(LiveBlockList::new(settings.backtraces));
-        let reader = if settings.inspects_freed() {
+        let reader = if settings.canaries {
             let stream = StreamPool::new(driver.clone(), device, 1).lease()?;
             let alive: KeepAlive = Arc::new(stream.clone());
             let known = streams.timeline(stream.raw(), Some(alive))?;
@@ -240,15 +224,12 @@ impl CheckedPool {
             listing,
             reader: Mutex::new(reader),
             findings: Mutex::default(),
-            state: Mutex::new(State {
+            state: Mutex::new(CheckedState {
                 live: BTreeMap::new(),
-                ranges: RangeSet::new(),
-                waiting: Vec::new(),
-                quarantine: AgeQueue::new(),
-                quarantined: 0,
+                freed: VecDeque::new(),
                 inspecting: 0,
                 returned: 0,
-                freed: FreedAddresses::default(),
+                freed_addresses: FreedAddresses::default(),
                 closed: false,
                 own,
             }),
@@ -256,9 +237,9 @@ impl CheckedPool {
         }))
     }
 
-    /// Registers the quarantine as a reclaimer of `budget`.
+    /// Registers the freed blocks as a reclaimer of `budget`.
     pub(crate) fn register(self: &Arc<Self>, budget: &Budget) {
-        if self.settings.inspects_freed() {
+        if self.settings.canaries {
             let _only_once = self.registration.set(budget.on_need(self));
         }
     }
@@ -267,69 +248,151 @@ impl CheckedPool {
         &*self.source
     }
 
-    pub(crate) fn device(&self) -> DeviceId {
-        self.device
-    }
-
     /// Returns the bytes that have been freed and not been returned to the pool.
-    pub(crate) fn held_back(&self) -> u64 {
-        let state = self.state();
-        state.quarantined + state.waiting.iter().map(|freed| freed.capacity).sum::<u64>()
+    fn held_back(&self) -> u64 {
+        self.state().freed.iter().map(|freed| freed.capacity).sum()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, CheckedState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn forget_range(&self, start: u64) {
-        if self.settings.overlap {
-            self.state().ranges.remove(start);
-        }
     }
 
     fn backtrace(&self) -> Option<Arc<Backtrace>> {
         self.settings.backtraces.then(|| Arc::new(Backtrace::force_capture()))
     }
 
+    /// Allocates a block with its guards. The request has been checked.
+    #[track_caller]
+    pub(crate) fn allocate(
+        self: &Arc<Self>,
+        stream: &Stream,
+        request: Request,
+        drawn: Option<&Mutex<Reservation>>,
+    ) -> Result<Block> {
+        let allocated_at = site::current();
+        let layout = GuardLayout::new(&request, self.settings.canaries);
+        let around = layout.around(&request);
+        self.release_freed(false, OnUnread::Keep);
+        let held = loop {
+            match self.source.allocate(stream, around, drawn, request.size()) {
+                Ok(held) => break held,
+                Err(error)
+                    if is_shortage(&error) && self.reclaim_freed(deadline(self.wait)) > 0 => {}
+                // Reports the user's sizes, not those with guards.
+                Err(MemoryError::OutOfMemory(mut error)) => {
+                    error.requested = request.size();
+                    let users = self.state().own.live() + self.source.unchecked_live();
+                    let held_back = error.live.saturating_sub(users);
+                    error.live -= held_back;
+                    error.pending += held_back;
+                    return Err(MemoryError::OutOfMemory(error));
+                }
+                Err(error) => return Err(error),
+            }
+        };
+        let (capacity, generation, owner_stream) =
+            (held.capacity(), held.generation(), held.home());
+        let address = held.address() + layout.front;
+        let record = BlockRecord {
+            address,
+            bytes: request.size(),
+            tag: request.owner(),
+            number: self.listing.number(),
+            stream: stream_of(&owner_stream),
+            of_pool: owner_stream.number(),
+            born: Instant::now(),
+            allocated_at,
+            freed_at: None,
+            allocated_by: self.backtrace(),
+            freed_by: None,
+        };
+        self.fill_new(&held, &owner_stream, &layout, generation)?;
+        let memory = DeviceBuffer::from_alloc(around.size() as usize, |_| Ok(held))?;
+        let bytes = if self.settings.canaries { request.size() } else { capacity };
+        let held = Some(GuardedBlock::new(memory, layout, owner_stream.clone()));
+        {
+            let mut state = self.state();
+            state.own.record_alloc(capacity, request.size());
+            state.freed_addresses.remove(address);
+            state.live.insert(address, CheckedBlock { record, capacity, held, freed: None });
+        }
+        let driver_block = DriverBlock {
+            releaser: self.clone(),
+            timeline: owner_stream,
+            streams: self.streams.clone(),
+            bytes,
+            key: 0,
+        };
+        Ok(Block::from_driver_block(
+            address,
+            PackedRequest::new(request.size(), request.owner()),
+            driver_block,
+            generation,
+        ))
+    }
+
+    fn fill_new(
+        &self,
+        held: &Block,
+        owner_stream: &Timeline,
+        layout: &GuardLayout,
+        generation: u64,
+    ) -> Result<()> {
+        for guard in [layout.before(), layout.behind()].into_iter().flatten() {
+            guards::fill(held, owner_stream, guard.clone(), CANARY)?;
+            let address = held.address() + guard.start;
+            let range =
+                DeviceRange { device: self.device, address, bytes: guard.end - guard.start };
+            let readers = self.reader().map(|reader| reader.stream.raw());
+            notify_observer(
+                &self.driver,
+                generation,
+                range,
+                Ownership::Guard { users: readers.as_slice() },
+            );
+        }
+        if self.settings.poison {
+            guards::fill(held, owner_stream, layout.body(), POISON_ALLOCATED)?;
+        }
+        Ok(())
+    }
+
     /// Processes a block that its user has freed. Never blocks.
-    fn quarantine_freed(&self, live: CheckedBlock, deferred: DeferredFree) {
+    fn process_freed(&self, live: CheckedBlock, deferred: DeferredFree) {
         let CheckedBlock { record, capacity, held: Some(held), .. } = live else { return };
         let DeferredFree { work: PendingWork { uses, .. }, until_free, generation, .. } = deferred;
-        let mut freed = QuarantinedBlock {
+        let settled = uses.is_empty();
+        let mut freed = FreedBlock {
             record,
             capacity,
             held,
             uses,
             until_free,
             generation,
-            filled: false,
+            settled,
             refused: false,
         };
-        let waits = !freed.uses.is_empty();
-        let retained = self.settings.inspects_freed() || (waits && self.settings.fills_freed());
-        let retained = retained && is_usable(&freed.held.owner_stream);
+        let needed = self.settings.canaries || !settled && self.settings.poison;
+        let retained = needed && is_usable(&freed.held.owner_stream);
         // Filled before the observer learns of the free: afterwards the owner stream may not use
         // the block.
-        if !waits {
-            self.fill_freed(&mut freed);
+        if settled {
+            self.fill_freed(&freed);
         }
         if retained && !self.state().closed {
-            self.notify_quarantined(&freed, None);
+            self.notify_retained(&freed, None);
         }
         // Without debugging the memory would be free now, and charges of wrappers must end at the
         // same time.
-        let over = if retained && !waits { freed.until_free.take() } else { None };
+        let over = if retained && settled { freed.until_free.take() } else { None };
         drop(over);
         let leaves = {
             let mut state = self.state();
-            if !retained || state.closed {
-                Some(freed)
-            } else if waits {
-                state.waiting.push(freed);
+            if retained && !state.closed {
+                state.freed.push_back(freed);
                 None
             } else {
-                state.enqueue(freed);
-                None
+                Some(freed)
             }
         };
         if let Some(freed) = leaves {
@@ -339,12 +402,15 @@ impl CheckedPool {
 
     /// Reports to the driver's observer which streams may still use a freed block: other streams
     /// with open uses, the reader, and `filler`. The owner stream may not.
-    fn notify_quarantined(&self, freed: &QuarantinedBlock, filler: Option<&Timeline>) {
+    fn notify_retained(&self, freed: &FreedBlock, filler: Option<&Timeline>) {
         let mut users: Vec<RawStream> = freed.uses.iter().map(|u| u.on().noted()).collect();
         users.extend(filler.map(Timeline::noted));
         users.extend(self.reader().map(|reader| reader.stream.raw()));
-        let address = freed.held.memory.block().address();
-        let range = DeviceRange { device: self.device, address, bytes: freed.capacity };
+        let range = DeviceRange {
+            device: self.device,
+            address: freed.held.address(),
+            bytes: freed.capacity,
+        };
         // Calls are attributed to the line of the free. A plain drop has no line, so the line of
         // the allocation is used.
         let _named = site::enter_as(freed.record.freed_at);
@@ -356,40 +422,215 @@ impl CheckedPool {
         );
     }
 
-    /// Fills a freed block whose uses are done. If the driver refuses, late writes to it are not
-    /// detected.
-    fn fill_freed(&self, freed: &mut QuarantinedBlock) {
-        let GuardedBlock { memory, layout, owner_stream, .. } = &freed.held;
-        if self.settings.fills_freed() && is_usable(owner_stream) {
+    /// Fills a freed block whose uses are over. If the driver refuses, reads of it return no
+    /// poison.
+    fn fill_freed(&self, freed: &FreedBlock) {
+        if self.settings.poison && is_usable(&freed.held.owner_stream) {
             let _named = freed.name_site();
-            freed.filled =
-                guards::fill(memory.block(), owner_stream, layout.body(), POISON_FREED).is_ok();
+            let _ = freed.held.fill_body(POISON_FREED);
         }
     }
 
-    /// As [`CheckedPool::fill_freed`], for a block that was kept until its uses were done.
-    fn fill_quarantined(&self, freed: &mut QuarantinedBlock) {
-        if self.settings.fills_freed() && is_usable(&freed.held.owner_stream) {
-            let owner_stream = freed.held.owner_stream.clone();
-            self.notify_quarantined(freed, Some(&owner_stream));
+    /// Completes the free of a block that was kept until its last use was over.
+    fn settle(&self, freed: &mut FreedBlock) {
+        // Without debugging the memory would be free now, and charges of wrappers must end at the
+        // same time.
+        drop(freed.until_free.take());
+        if self.settings.poison && is_usable(&freed.held.owner_stream) {
+            self.notify_retained(freed, Some(&freed.held.owner_stream));
             self.fill_freed(freed);
-            self.notify_quarantined(freed, None);
+            self.notify_retained(freed, None);
         }
+        freed.settled = true;
     }
 
     /// Returns the memory to the pool, with the uses that are not over and the values to be dropped
     /// when they are.
-    fn return_block(&self, freed: QuarantinedBlock) {
-        let QuarantinedBlock { record, held, uses, until_free, capacity, .. } = freed;
+    fn return_block(&self, freed: FreedBlock) {
+        let FreedBlock { record, held, uses, until_free, capacity, .. } = freed;
         let _named = site::enter_as(record.freed_at);
-        let mut block = held.memory.into_block();
-        self.forget_range(block.address());
-        block.uses.take_over(&held.owner_stream, uses);
+        let mut block = held.into_block(uses);
         if let Some(mut things) = until_free {
             block.meta_mut().until_free.get_or_insert_default().append(&mut things);
         }
         drop(block);
         self.state().returned += capacity;
+    }
+
+    /// Reads freed blocks whose uses are over and returns them to the pool. Polls the uses of the
+    /// others. With `order`, the owner stream waits for stamped uses on the device, which ends
+    /// them. Returns the faults. Blocks until the work before the frees is done.
+    fn release_freed(&self, order: bool, on_unread: OnUnread) -> Vec<Finding> {
+        let freed = {
+            let mut state = self.state();
+            if state.freed.is_empty() {
+                return Vec::new();
+            }
+            state.inspecting += 1;
+            mem::take(&mut state.freed)
+        };
+        let (mut still, mut found) = (VecDeque::new(), Vec::new());
+        for mut freed in freed {
+            if !freed.settled {
+                // After a refusal the block stays on the list, and the next call tries again.
+                let _ = freed.uses.poll();
+                let (owner_stream, address) = (&freed.held.owner_stream, freed.record.address);
+                if !freed.uses.are_over()
+                    && order
+                    && freed.uses.order_before(owner_stream, address).is_ok()
+                {
+                    freed.uses.clear();
+                }
+                if freed.uses.is_empty() {
+                    self.settle(&mut freed);
+                }
+            }
+            if freed.settled && self.is_read(&mut freed, on_unread, &mut found) {
+                self.return_block(freed);
+            } else {
+                still.push_back(freed);
+            }
+        }
+        let mut state = self.state();
+        still.append(&mut state.freed);
+        state.freed = still;
+        state.inspecting -= 1;
+        found
+    }
+
+    /// Reads the guards of a freed block, and adds its faults. Returns whether it can be released.
+    fn is_read(
+        &self,
+        freed: &mut FreedBlock,
+        on_unread: OnUnread,
+        found: &mut Vec<Finding>,
+    ) -> bool {
+        let (faults, read) = self.inspect(&mut freed.held);
+        found.extend(faults.into_iter().map(|fault| self.report(fault, freed.record.clone())));
+        let keeps = on_unread == OnUnread::Keep;
+        let leaves = match read {
+            Ok(()) => true,
+            // A lost device cannot be read.
+            Err(MemoryError::DeviceLost { .. }) => !keeps,
+            Err(_) if keeps && !freed.refused => false,
+            Err(error) => {
+                found.push(self.report(Fault::Unchecked { error }, freed.record.clone()));
+                true
+            }
+        };
+        freed.refused |= !leaves;
+        leaves
+    }
+
+    /// Reads the guards of a block while the pool is open. Returns the faults. Blocks.
+    fn inspect(&self, held: &mut GuardedBlock) -> (Vec<Fault>, Result<()>) {
+        let mut faults = Vec::new();
+        let read = match self.reader() {
+            Some(reader) => held.inspect(&reader.stream, &mut faults),
+            None => Ok(()),
+        };
+        (faults, read)
+    }
+
+    /// Releases freed blocks. Returns their bytes. Blocks. If no block's uses are over, other
+    /// streams' uses are waited for on the device, or by the host until `deadline` if streams may
+    /// not wait for each other.
+    fn reclaim_freed(&self, deadline: Option<Instant>) -> u64 {
+        let before = self.state().returned;
+        let returned = || self.state().returned - before;
+        self.release_freed(false, OnUnread::Release);
+        if returned() == 0 {
+            if !self.waits {
+                self.wait_for_uses(deadline);
+            }
+            self.release_freed(self.waits, OnUnread::Release);
+        }
+        // Blocks that other threads are reading are returned as well.
+        while returned() == 0 && self.state().inspecting > 0 {
+            thread::sleep(INSPECTION_POLL);
+        }
+        returned()
+    }
+
+    /// Waits for stamped uses of freed blocks.
+    fn wait_for_uses(&self, deadline: Option<Instant>) {
+        let uses: Vec<_> =
+            self.state().freed.iter().flat_map(|freed| freed.uses.stamped()).collect();
+        for (on, epoch) in uses {
+            // After a refusal the block stays on the list.
+            let _ = on.wait(epoch, deadline);
+        }
+    }
+
+    /// Checks the guards of live blocks and of freed ones that have not returned to the pool.
+    /// Returns the faults that were not reported before. Blocks until the work queued on the
+    /// blocks' own streams is done.
+    pub(crate) fn check(&self) -> Result<Vec<Finding>> {
+        let mut found = self.release_freed(false, OnUnread::Keep);
+        let numbers: Vec<(u64, u64)> = {
+            let state = self.state();
+            let live = |(&address, live): (&u64, &CheckedBlock)| (address, live.record.number);
+            if self.settings.canaries { state.live.iter().map(live).collect() } else { Vec::new() }
+        };
+        for (address, number) in numbers {
+            found.append(&mut self.inspect_live(address, number)?);
+        }
+        Ok(found)
+    }
+
+    /// Reports the faults of a live block's guards. Its user may free it during the check: the free
+    /// is then processed afterwards.
+    fn inspect_live(&self, address: u64, number: u64) -> Result<Vec<Finding>> {
+        let taken = {
+            let mut state = self.state();
+            let live = state.live.get_mut(&address).filter(|live| live.record.number == number);
+            let live =
+                live.filter(|l| l.held.as_ref().is_some_and(|held| is_usable(&held.owner_stream)));
+            live.and_then(|live| Some((live.held.take()?, live.record.clone())))
+        };
+        // The block is gone, or another thread reads it.
+        let Some((mut held, record)) = taken else { return Ok(Vec::new()) };
+        let (faults, read) = self.inspect(&mut held);
+        let freed = {
+            let mut state = self.state();
+            if let Some(live) = state.live.get_mut(&address) {
+                live.held = Some(held);
+                live.freed
+                    .take()
+                    .and_then(|deferred| Some((state.live.remove(&address)?, deferred)))
+            } else {
+                None
+            }
+        };
+        if let Some((live, deferred)) = freed {
+            self.process_freed(live, deferred);
+        }
+        let found = faults.into_iter().map(|fault| self.report(fault, record.clone())).collect();
+        read.map(|()| found)
+    }
+
+    /// Gives free memory back to the driver, also that of freed blocks, until the pool holds at
+    /// most `keep` bytes.
+    pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
+        self.release_freed(false, OnUnread::Keep);
+        self.source.trim(keep)
+    }
+
+    /// Checks and releases all freed blocks, and reports live ones. Blocks.
+    pub(crate) fn close(&self) {
+        self.state().closed = true;
+        self.wait_for_uses(None);
+        self.release_freed(false, OnUnread::Release);
+        // Blocks with open uses return to the pool with them, where they stay pending.
+        let waiting = mem::take(&mut self.state().freed);
+        waiting.into_iter().for_each(|freed| self.return_block(freed));
+        for group in self.leaks().unwrap_or_default().groups() {
+            for block in &group.blocks {
+                self.report(Fault::Leak, block.clone());
+            }
+        }
+        let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(reader);
     }
 
     /// Returns the users' statistics. Dedicated memory is counted beside the checks, and all other
@@ -414,7 +655,7 @@ impl CheckedPool {
 
     /// Returns whether a block at this address has been freed, and no block has been there since.
     pub(crate) fn was_freed(&self, address: u64) -> bool {
-        self.state().freed.contains(address)
+        self.state().freed_addresses.contains(address)
     }
 
     /// Returns the listing of blocks that bypass the checks, if leaks are reported.
@@ -470,7 +711,7 @@ fn is_usable(owner_stream: &Timeline) -> bool {
     !owner_stream.fences_at_once()
 }
 
-impl QuarantinedBlock {
+impl FreedBlock {
     /// Attributes calls for this block to the line that freed it, or else to the line that
     /// allocated it.
     fn name_site(&self) -> site::Entered {
@@ -478,23 +719,36 @@ impl QuarantinedBlock {
     }
 }
 
-impl State {
-    fn enqueue(&mut self, freed: QuarantinedBlock) {
-        self.quarantined += freed.capacity;
-        self.quarantine.push(freed);
+impl Reclaim for CheckedPool {
+    fn name(&self) -> &'static str {
+        "freed blocks of a checked pool"
     }
 
-    /// Accounts for a block that a thread has removed from the quarantine to read it.
-    fn begin_inspection(&mut self, freed: &QuarantinedBlock) {
-        self.quarantined -= freed.capacity;
-        self.inspecting += 1;
+    fn offer(&self) -> Offer {
+        let bytes = self.held_back();
+        Offer { bytes, cost: reclaim_cost(0, Duration::ZERO, bytes, Duration::from_nanos(1300)) }
     }
 
-    /// Returns a block that has been read to its place in the quarantine.
-    fn end_inspection(&mut self, age: u64, freed: QuarantinedBlock) {
-        self.quarantined += freed.capacity;
-        self.quarantine.put_back(age, freed);
-        self.inspecting -= 1;
+    fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
+        if has_passed(deadline) {
+            return;
+        }
+        let mut given = 0;
+        while given < bytes {
+            match self.reclaim_freed(deadline) {
+                0 => break,
+                more => given += more,
+            }
+        }
+        self.source.reclaim(bytes, deadline);
+    }
+
+    fn waits(&self) -> bool {
+        true
+    }
+
+    fn place(&self) -> Option<MemoryLocation> {
+        Some(MemoryLocation::Device(self.device))
     }
 }
 
@@ -510,7 +764,7 @@ impl ReleaseBlock for CheckedPool {
             let (capacity, bytes, inspected) =
                 (live.capacity, live.record.bytes, live.held.is_none());
             state.own.record_free(capacity, bytes);
-            state.freed.insert(address);
+            state.freed_addresses.insert(address);
             if inspected {
                 // The thread that reads the guards continues with the free.
                 if let Some(live) = state.live.get_mut(&address) {
@@ -522,7 +776,7 @@ impl ReleaseBlock for CheckedPool {
             }
         };
         if let Some((live, deferred)) = leaves {
-            self.quarantine_freed(live, deferred);
+            self.process_freed(live, deferred);
         }
     }
 }

@@ -60,7 +60,8 @@ fn switch(name: &'static str) -> Result<bool> {
 fn debug() -> Result<Debugging> {
     const NAME: &str = "AQUIFER_DEBUG";
     let refuse = |value: String| {
-        let expected = "poison, canaries, quarantine, quarantine=64MiB, overlap, leaks, backtraces or all, or several with commas between them";
+        let expected =
+            "poison, canaries, leaks, backtraces or all, or several with commas between them";
         Err(MemoryError::BadSetting { name: NAME, value, expected })
     };
     match env::var(NAME).as_deref() {

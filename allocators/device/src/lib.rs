@@ -63,7 +63,7 @@
 //! | driver's own pool ([`StreamOrdered`]) | unused reserved memory | 50 µs + 0.4 µs/MiB | no |
 //! | pool that maps | memory idle now or soon | 44 µs/handle + 1.3 µs/MiB + 1 ms/peer | no |
 //! | pool that cannot map, or in bypass mode | the same | 52 µs/64 MiB + 0.4 µs/MiB | for the device |
-//! | quarantine ([`Debugging`]) | its blocks, after a read | 54 µs/MiB | for streams |
+//! | pool with guards ([`Debugging`]) | freed blocks, after a read | as the pool | for streams |
 //! | pinned memory | free regions | 50 µs/MiB + 4.4 ms of blocked launches | for the device |
 //!
 //! The cost is that of an H200 to give the memory back and to take it again. The 1 ms for a peer
@@ -192,30 +192,27 @@
 //! checkers see it. An invalid value is an error of [`DevicePool::open`].
 //!
 //! `AQUIFER_DEBUG` makes every pool check its blocks, as [`PoolConfig::debug`] does for one:
-//! `AQUIFER_DEBUG=poison,canaries,quarantine=64MiB,overlap,leaks`, or any part of this list, or
-//! `all`. Findings are also written to the standard error stream, unless the program has set
-//! [`Debugging::hook`]. Invalid items, and canaries or a quarantine beside bypass, are errors of
-//! [`DevicePool::open`].
+//! `AQUIFER_DEBUG=poison,canaries,leaks`, or any part of this list, or `all`. Findings are also
+//! written to the standard error stream, unless the program has set [`Debugging::hook`]. Invalid
+//! items, and canaries beside bypass, are errors of [`DevicePool::open`].
 //!
 //! # What debugging finds
 //! | check | finds | costs |
 //! |---|---|---|
 //! | `poison` | reads of [unwritten](POISON_ALLOCATED) or [freed](POISON_FREED) memory | fills |
 //! | `canaries` | writes right before and right behind a block | two fills and two reads |
-//! | `quarantine` | writes to a block after its free | a fill and a read of the block |
-//! | `overlap` | a block that overlaps another one in use | a look-up in a tree |
 //! | `leaks` | blocks that are live when their pool closes, or now | a record for each block |
 //! | `backtraces` | nothing: adds call stacks to findings | microseconds for each block |
 //!
-//! Poison and the quarantine fill a block at its free, poison also at its allocation. Canaries fill
-//! and read [`GUARD_BYTES`] on each side of a block. A read waits for the block's stream. The
-//! quarantine also keeps a freed block from being reused until it has been read.
+//! Poison fills a block at its allocation and at its free. Canaries fill and read [`GUARD_BYTES`]
+//! on each side of a block. A read waits for the block's stream, and a freed block is not reused
+//! until its guards have been read.
 //!
-//! A free never blocks for any of them. Blocks are read inside a later [`DevicePool::alloc`] that
-//! finds the quarantine over its bound (with canaries alone: any freed block), when memory is
-//! short, in [`DevicePool::trim`] and [`DevicePool::check`], and when the pool closes. Those calls
-//! block until the work queued on the blocks' streams is done. A use after free that reaches
-//! another live block is found by none of the checks. The simulated GPU finds it.
+//! A free never blocks for any of them. Guards are read inside the next [`DevicePool::alloc`], when
+//! memory is short, in [`DevicePool::trim`] and [`DevicePool::check`], and when the pool closes.
+//! Those calls block until the work queued on the blocks' streams is done. A write after the free
+//! is found by none of the checks. The simulated GPU finds it, and so does compute-sanitizer with
+//! `AQUIFER_BYPASS=1`.
 
 // The compiler checks `Send` of a source through all types that its blocks contain, which nest
 // deeper than 128.

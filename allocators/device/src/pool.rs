@@ -7,7 +7,6 @@
 
 mod allocate;
 mod give_way;
-mod quarantine;
 mod raw;
 mod source;
 mod stats;
@@ -31,7 +30,6 @@ use aquifer_core::{
 use aquifer_driver::{DeviceInfo, Driver, ExportTypes, nvtx, site};
 use aquifer_stream::{Stream, StreamPool};
 use bytemuck::Pod;
-use quarantine::QuarantineHook;
 use source::{BypassSource, CacheSource, draw_and_allocate};
 use std::{
     fmt,
@@ -201,7 +199,6 @@ impl DevicePool {
             };
             let own = core.live_usage();
             let checked = CheckedPool::new(source, debug, driver, streams, recorder, own, waits)?;
-            core.add_hook(Box::new(QuarantineHook::new(&checked)));
             if let Some(listing) = checked.listing() {
                 let _only_once = core.listing.set(listing.clone());
             }
@@ -377,10 +374,11 @@ impl DevicePool {
         self.checked().map(|checked| checked.findings()).unwrap_or_default()
     }
 
-    /// Checks the guards of all live blocks and everything in quarantine. Returns the faults that
-    /// were not reported before, or nothing if neither check is enabled. Blocks until the work
-    /// queued on the blocks' own streams is done. What other streams write at the same time is
-    /// found when the live block is freed.
+    /// Checks the guards of all live blocks and of freed ones that were not checked yet. Returns
+    /// the faults that were not reported before, or nothing without
+    /// [`canaries`](crate::Debugging::canaries). Blocks until the work queued on the blocks' own
+    /// streams is done. What other streams write at the same time is found when the live block is
+    /// freed.
     ///
     /// # Errors
     /// The driver's, if blocks cannot be read back. Earlier findings stay in

@@ -165,12 +165,6 @@ pub(crate) trait PoolHook: Any + Send + Sync {
         Released::default()
     }
 
-    /// Returns freed blocks that the feature holds back to the pool, at least `bytes`. Returns
-    /// their bytes, or `None` if the feature holds no blocks back. Blocks.
-    fn release_held_back(&self, _bytes: u64) -> Option<u64> {
-        None
-    }
-
     /// Returns unused charges to budgets of live bytes.
     fn release_charges(&self) {}
 
@@ -279,11 +273,6 @@ impl PoolCore {
     /// Returns the hooks of features.
     pub(crate) fn hooks(&self) -> impl Iterator<Item = &dyn PoolHook> {
         self.hooks.iter().chain(self.last_hook.get()).map(|hook| &**hook)
-    }
-
-    /// Adds the hook of a feature.
-    pub(crate) fn add_hook(&self, hook: Box<dyn PoolHook>) {
-        self.hooks.push(hook);
     }
 
     /// Adds the hook of a feature that takes part after all others, and gives it a reason to take

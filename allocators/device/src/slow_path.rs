@@ -2,8 +2,7 @@
 //!
 //! After each step the request is tried again, and the cheapest steps come first. Steps 5 to 7 may
 //! block, and so may the wait for transfers of other threads. On devices without virtual memory the
-//! release of memory blocks, and before step 5 the quarantine of a pool that is debugged. No lock
-//! is held over any step:
+//! release of memory blocks. No lock is held over any step:
 //!
 //! 1. release this stream's own freed blocks that other streams have finished with;
 //! 2. record an event behind each stream whose free memory has none yet, and behind the users of
@@ -185,17 +184,6 @@ impl PoolCore {
             return Ok(Some(gained));
         }
         let until = deadline(self.config.wait);
-        for hook in self.hooks() {
-            while let Some(gave) = hook.release_held_back(wanted) {
-                progress.record("let blocks out of quarantine", gave);
-                if gave == 0 {
-                    break;
-                }
-                if let Some(gained) = attempt(progress)? {
-                    return Ok(Some(gained));
-                }
-            }
-        }
         let mut reclaimers = self.reclaimers();
         // Memory that is available without a wait comes before a wait for this pool's own work.
         let mut own = OWN_RECLAIMS;

@@ -143,7 +143,7 @@ struct World {
     shares: bool,
     /// The maximum of the budget's use since the last operation.
     most: u64,
-    /// Whether blocks are checked: they have guards, and freed ones go to quarantine.
+    /// Whether blocks are checked: they have guards, and freed ones return after these are read.
     checked: bool,
     /// Whether default streams of threads are used, this thread's among them.
     threaded: bool,
@@ -237,7 +237,6 @@ impl World {
         }
         if checked {
             config.debug = Debugging::all();
-            config.debug.quarantine = u64::from(bytes.choice(8)) << 19;
         }
         let waits = config.adoption == Adoption::Wait;
         let pool = DevicePool::open(sim.driver(), DeviceId(0), config)
@@ -247,7 +246,7 @@ impl World {
         let isolated = bytes.choice(4) == 0;
         let third = if isolated { pool.streams().lease_isolated() } else { pool.stream() };
         streams.push(third.expect("a stream of an idle device"));
-        // What a quarantine holds of ended threads goes back only after several trims.
+        // What the checks hold of ended threads goes back only after several trims.
         let threaded = bytes.choice(3) == 0 && !checked;
         if threaded {
             streams.push(pool.streams().thread_default().expect("a stream of an idle device"));

@@ -1,10 +1,11 @@
 //! Guards and poison: their layout, the fills, and the checks.
 #![expect(unsafe_code, reason = "fills device memory")]
 
+use super::reports::Fault;
 use crate::{BLOCK_ALIGN, Block, DeviceBuffer, Request};
 use aquifer_core::{MemoryError, Result};
-use aquifer_stream::{Stream, Timeline};
-use std::ops::Range;
+use aquifer_stream::{Stream, Timeline, Uses};
+use std::{ops::Range, sync::Arc};
 
 /// The byte that fills a block when it is allocated. As a float it is a tiny negative number that
 /// no computation yields.
@@ -15,9 +16,6 @@ pub const POISON_FREED: u8 = 0xde;
 pub const CANARY: u8 = 0xc3;
 /// Bytes of each of the two guards.
 pub const GUARD_BYTES: u64 = BLOCK_ALIGN;
-
-/// Bytes that are read in one step.
-const READ_BYTES: u64 = 16 << 20;
 
 /// The position of a block in the memory held for it.
 ///
@@ -62,6 +60,64 @@ impl GuardLayout {
     }
 }
 
+/// The memory of a block with its guards.
+pub(super) struct GuardedBlock {
+    memory: DeviceBuffer<u8>,
+    layout: GuardLayout,
+    pub(super) owner_stream: Arc<Timeline>,
+    /// Whether a fault before the block has been reported, and one behind it. They are not reported
+    /// again.
+    reported: [bool; 2],
+}
+
+impl GuardedBlock {
+    pub(super) fn new(
+        memory: DeviceBuffer<u8>,
+        layout: GuardLayout,
+        owner_stream: Arc<Timeline>,
+    ) -> Self {
+        Self { memory, layout, owner_stream, reported: [false; 2] }
+    }
+
+    /// Returns the address of the first guard.
+    pub(super) fn address(&self) -> u64 {
+        self.memory.block().address()
+    }
+
+    /// Fills the block between the guards. Never blocks.
+    pub(super) fn fill_body(&self, byte: u8) -> Result<()> {
+        fill(self.memory.block(), &self.owner_stream, self.layout.body(), byte)
+    }
+
+    /// Adds the faults of the guards. Blocks.
+    pub(super) fn inspect(&mut self, reader: &Stream, faults: &mut Vec<Fault>) -> Result<()> {
+        let Self { memory, layout, reported, .. } = self;
+        let start = layout.front;
+        if let Some(part) = layout.before().filter(|_| !reported[0])
+            && let Some((at, found)) = first_wrong(memory, reader, part)?
+        {
+            reported[0] = true;
+            faults.push(Fault::Underrun { offset: at.cast_signed() - start.cast_signed(), found });
+        }
+        if let Some(part) = layout.behind().filter(|_| !reported[1])
+            && let Some((at, found)) = first_wrong(memory, reader, part)?
+        {
+            reported[1] = true;
+            faults.push(Fault::Overrun { offset: at - start, found });
+        }
+        // The reader has been waited for, and no other stream has used this memory.
+        let _over = self.memory.block_mut().uses.take(&self.owner_stream);
+        Ok(())
+    }
+
+    /// Returns the block, which other streams still use by `uses`.
+    pub(super) fn into_block(self, uses: Uses) -> Block {
+        let mut block = self.memory.into_block();
+        block.uses.take_over(&self.owner_stream, uses);
+        block
+    }
+}
+
 /// Fills a part of `held` in order on its owner stream. Never blocks.
 ///
 /// `held` must have no other stream's use that has not been waited for.
@@ -95,54 +151,18 @@ pub(super) fn fill(
     filled.map_err(|e| MemoryError::driver(device, e))
 }
 
-/// Returns the offset and the value of the first byte in a part of `held` that is not `expected`.
+/// Returns the offset and the value of the first byte in a guard of `held` that is not [`CANARY`].
 /// Reads on `reader`, behind all work queued on the block's own stream. Blocks.
-pub(super) fn first_wrong(
+fn first_wrong(
     held: &DeviceBuffer<u8>,
     reader: &Stream,
-    part: Range<u64>,
-    expected: u8,
+    guard: Range<u64>,
 ) -> Result<Option<(u64, u8)>> {
     // Preset to the expected value, so that a symbolic device, which has no contents, shows no
-    // fault. A piece without a fault leaves it so for the next.
-    let mut bytes = vec![expected; READ_BYTES.min(part.end - part.start) as usize];
-    let mut at = part.start;
-    while at < part.end {
-        let piece = READ_BYTES.min(part.end - at);
-        let (from, to) = (at as usize, (at + piece) as usize);
-        bytes.truncate(to - from);
-        let there = held.slice(from..to)?;
-        reader.scope(|c| c.download(there, &mut bytes))??;
-        if let Some(wrong) = first_other(&bytes, expected) {
-            return Ok(Some((at + wrong as u64, bytes[wrong])));
-        }
-        at += piece;
-    }
-    Ok(None)
-}
-
-/// Returns the index of the first byte that is not `expected`. A block has none if its first byte
-/// is `expected` and each byte equals the next, which is one comparison of memory.
-fn first_other(bytes: &[u8], expected: u8) -> Option<usize> {
-    const BLOCK: usize = 4096;
-    let differs = |block: &[u8]| block[0] != expected || block[1..] != block[..block.len() - 1];
-    let start = bytes.chunks(BLOCK).position(differs)? * BLOCK;
-    bytes[start..].iter().position(|&byte| byte != expected).map(|at| start + at)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::first_other;
-
-    #[test]
-    fn first_other_byte_is_found_at_every_position() {
-        for len in [0, 1, 4095, 4096, 4097, 9000] {
-            let mut bytes = vec![7; len];
-            assert_eq!(first_other(&bytes, 7), None);
-            for at in (0..len).rev().step_by(97) {
-                bytes[at] = 8;
-                assert_eq!(first_other(&bytes, 7), Some(at), "of {len}");
-            }
-        }
-    }
+    // fault.
+    let mut bytes = [CANARY; GUARD_BYTES as usize];
+    let there = held.slice(guard.start as usize..guard.end as usize)?;
+    reader.scope(|c| c.download(there, &mut bytes))??;
+    let wrong = bytes.iter().position(|&byte| byte != CANARY);
+    Ok(wrong.map(|at| (guard.start + at as u64, bytes[at])))
 }

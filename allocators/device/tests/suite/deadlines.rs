@@ -217,7 +217,7 @@ fn a_request_waits_for_work_in_freed_parkable_memory() {
 }
 
 #[test]
-fn a_quarantine_that_is_reclaimed_waits_no_longer_than_the_reclaimer_may() {
+fn freed_blocks_whose_guards_are_reclaimed_wait_no_longer_than_the_reclaimer_may() {
     let sim = Sim::h200(1).stepped();
     let budget = Budget::new("both", 16 * MIB);
     let open = |set: &dyn Fn(&mut PoolConfig)| {
@@ -227,7 +227,7 @@ fn a_quarantine_that_is_reclaimed_waits_no_longer_than_the_reclaimer_may() {
     };
     let ours = open(&|config| config.wait = Duration::from_millis(20));
     let theirs = open(&|config| {
-        config.debug.quarantine = 1 << 30;
+        config.debug.canaries = true;
         config.adoption = Adoption::DoneOnly;
         // Without end: the device runs no work unless it is waited for.
         config.wait = Duration::MAX;

@@ -83,7 +83,6 @@ fn a_device_with_any_amount_of_memory_serves_blocks_or_refuses_them_with_an_erro
 fn every_other_size_is_checked_before_it_is_rounded_up() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 64, |config| {
         config.debug.canaries = true;
-        config.debug.quarantine = u64::MAX;
     });
     let s = rig.stream();
     let mut x = rig.bytes(&s, 4096);

@@ -175,11 +175,11 @@ fn a_request_with_time_waits_for_memory_in_use_by_another_pool() {
 }
 
 #[test]
-fn the_quarantine_of_another_pool_is_reclaimed() {
+fn freed_blocks_of_another_pool_whose_guards_were_not_read_are_reclaimed() {
     let sim = Sim::h200(1);
     let budget = Budget::new("both", 16 * MIB);
     let ours = open(&sim, &budget, |_| ());
-    let theirs = open(&sim, &budget, |config| config.debug.quarantine = 1 << 30);
+    let theirs = open(&sim, &budget, |config| config.debug.canaries = true);
     let s = theirs.stream().unwrap();
     drop(theirs.alloc(&s, Request::bytes(12 * MIB)).unwrap());
     assert!(theirs.stats().pending >= 12 * MIB);

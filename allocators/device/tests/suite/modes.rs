@@ -42,8 +42,6 @@ fn modes() -> Vec<(&'static str, PoolConfig)> {
         ("none", mode(&|_| ())),
         ("poison", mode(&|c| c.debug.poison = true)),
         ("canaries", mode(&|c| c.debug.canaries = true)),
-        ("quarantine", mode(&|c| c.debug.quarantine = 8 * MIB)),
-        ("overlap", mode(&|c| c.debug.overlap = true)),
         ("leaks", mode(&|c| c.debug.leaks = true)),
         ("all", mode(&|c| c.debug = Debugging::all())),
         ("bypass", mode(&|c| c.bypass = true)),
@@ -51,7 +49,7 @@ fn modes() -> Vec<(&'static str, PoolConfig)> {
             "bypass with checks",
             mode(&|c| {
                 c.bypass = true;
-                (c.debug.poison, c.debug.overlap, c.debug.leaks) = (true, true, true);
+                (c.debug.poison, c.debug.leaks) = (true, true);
             }),
         ),
     ]
@@ -108,7 +106,7 @@ fn mistakes() -> Vec<Mistake> {
                 Vec::new()
             },
             always: &[LATE],
-            with: &[("quarantine", Finding("LateWrite")), ("all", Finding("LateWrite"))],
+            with: &[],
         },
         Mistake {
             name: "a write after the free on another stream, which waits for the first",
@@ -147,13 +145,13 @@ fn mistakes() -> Vec<Mistake> {
                 block.record_use(&u, aquifer_driver::Access::Read).unwrap();
                 drop(block);
                 u.synchronize().unwrap();
-                // The pool collects the block and moves it to quarantine.
+                // The pool collects the block.
                 drop(rig.pool.alloc(&s, Request::bytes(1 << 16)).unwrap());
                 write(&rig.sim, &s, address + 100);
                 Vec::new()
             },
             always: &[LATE],
-            with: &[("quarantine", Finding("LateWrite")), ("all", Finding("LateWrite"))],
+            with: &[],
         },
         Mistake {
             name: "a write right behind a block",
@@ -344,7 +342,6 @@ fn told(mistake: &Mistake, config: &PoolConfig) -> Vec<Told> {
     rig.pool.trim(0).unwrap();
     told.extend(rig.sim.take_violations().into_iter().map(|violation| Oracle(violation.kind)));
     told.extend(rig.pool.findings().into_iter().map(|finding| match finding.fault {
-        Fault::LateWrite { .. } => Finding("LateWrite"),
         Fault::Overrun { .. } => Finding("Overrun"),
         Fault::Underrun { .. } => Finding("Underrun"),
         other => panic!("{other:?}"),

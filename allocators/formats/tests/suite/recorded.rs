@@ -129,7 +129,7 @@ impl Program {
         let cached = bytes(&|account| account.kind == BlockKind::Cached);
         let asked = self.cached.iter().map(Block::bytes).sum::<u64>();
         if guarded {
-            // Blocks are recorded with their guards, and blocks in quarantine are included.
+            // Blocks are recorded with their guards, freed ones until these are read.
             return assert!(cached >= asked, "{cached} on device {ordinal}");
         }
         assert_eq!(
