@@ -5,8 +5,7 @@
 //! |---|---|
 //! | [`arena`] | [`Arena`]: a bump allocator over any allocator, with scopes, marks and gates |
 //! | [`frames`] | [`Frames`]: a ring of arenas, one for each step in flight |
-//! | [`pages`] | [`PageArena`]: runs of pages at offsets in one block, with bounds-checked views |
-//! | [`wrappers`] | adapters that add one rule each, such as [`Limit`] and [`Guarded`] |
+//! | [`wrappers`] | adapters that add one rule each, such as [`Limit`] |
 //!
 //! # Composition
 //! Every type here takes an [`Allocator`] by value and is an
@@ -34,10 +33,8 @@
 
 pub mod arena;
 pub mod frames;
-pub mod pages;
 pub mod wrappers;
 
 pub use arena::{Arena, ArenaMark, ArenaScope, ArenaSettings, ArenaStats, OnReset};
 pub use frames::{Frame, Frames, NextFrame};
-pub use pages::{PageArena, Pages};
-pub use wrappers::{Cached, CountingAllocator, Fallback, Guarded, Limit, Owns, Segregate, Tagged};
+pub use wrappers::{CountingAllocator, Fallback, Limit, Owns, Segregate, Tagged};

@@ -7,10 +7,8 @@
 //! | [`Tagged`] | attributes allocations to one [`Tag`](aquifer_core::Tag) in the pools below |
 //! | [`Fallback`] | a second allocator serves requests that the first refuses |
 //! | [`Segregate`] | small blocks come from one allocator, larger ones from another |
-//! | [`Guarded`] | canaries around blocks, and poison in them |
-//! | [`Cached`] | caches freed blocks per thread, without calling the upstream allocator |
 //!
-//! The first five wrap both kinds of memory. Over an `Allocator` they are allocators. Over a source
+//! They wrap both kinds of memory. Over an `Allocator` they are allocators. Over a source
 //! of [`Opaque`](aquifer_core::Opaque) blocks, such as a device pool, they are such a source. An
 //! opaque source never becomes an allocator of host memory:
 //!
@@ -21,9 +19,6 @@
 //! }
 //! ```
 //!
-//! `Guarded` and `Cached` do not wrap opaque memory: the host cannot read device memory, and a
-//! device pool checks its blocks and caches them itself.
-//!
 //! An adapter that counts bytes returns blocks of exactly the requested size, even if the upstream
 //! allocator returned more. A block may be freed with any size between both, so only equal sizes
 //! can be counted exactly.
@@ -31,19 +26,15 @@
 //! No adapter blocks or unwinds, unless the upstream allocator does.
 
 mod blocks;
-mod cached;
 mod counted;
 mod fallback;
-mod guarded;
 mod limit;
 mod owns;
 mod segregate;
 mod tagged;
 
-pub use cached::{CacheStats, Cached};
 pub use counted::CountingAllocator;
 pub use fallback::Fallback;
-pub use guarded::{GuardFinding, Guarded};
 pub use limit::Limit;
 pub use owns::Owns;
 pub use segregate::Segregate;

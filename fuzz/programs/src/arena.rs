@@ -1,10 +1,9 @@
 //! Programs over arenas and over stacks of wrappers.
 //!
 //! The first byte selects the kind: [`stacks`] stacks up to four wrappers and allocates from the
-//! outermost, [`steps`] runs a ring of arenas with nested scopes and pending copies, and [`pages`]
-//! allocates and frees runs of pages. All of them are over an allocator that tracks its blocks
-//! ([`books`]), fails when the program says so, and holds freed blocks back until their gates are
-//! open. Invariants after every operation:
+//! outermost, and [`steps`] runs a ring of arenas with nested scopes and pending copies. Both are
+//! over an allocator that tracks its blocks ([`books`]), fails when the program says so, and holds
+//! freed blocks back until their gates are open. Invariants after every operation:
 //!
 //! - live blocks do not overlap, are aligned, and have the contents that were written;
 //! - bytes that a device may still read keep their contents, freed or not;
@@ -15,7 +14,6 @@
 //! that fits.
 
 pub mod books;
-pub mod pages;
 pub mod shadow;
 pub mod stacks;
 pub mod steps;
@@ -31,7 +29,6 @@ pub fn run(bytes: &[u8]) {
     let mut bytes = Bytes::new(bytes);
     match bytes.choice(4) {
         0 | 1 => stacks::run(&mut bytes),
-        2 => steps::run(&mut bytes),
-        _ => pages::run(&mut bytes),
+        _ => steps::run(&mut bytes),
     }
 }

@@ -7,10 +7,9 @@
 )]
 
 use crate::support::{Gated, Latch, Owned};
-use allocator_api2::alloc::{Allocator, Global};
+use allocator_api2::alloc::Allocator;
 use aquifer_adapters::{
-    Arena, ArenaSettings, Cached, CountingAllocator, Fallback, Guarded, Limit, Owns, Segregate,
-    Tagged,
+    Arena, ArenaSettings, CountingAllocator, Fallback, Limit, Owns, Segregate, Tagged,
 };
 use aquifer_conformance::{ContractFault, Suite};
 use aquifer_core::{Budget, DeferReuse, Gate, Tag};
@@ -40,12 +39,6 @@ macro_rules! layer {
     };
     (SegregateLarge, $below:expr) => {
         Segregate::new(THRESHOLD, Owned::with_room(SHORT), $below)
-    };
-    (Guarded, $below:expr) => {
-        Guarded::new($below)
-    };
-    (Cached, $below:expr) => {
-        Cached::with_room($below, 4000)
     };
 }
 
@@ -84,7 +77,7 @@ macro_rules! over_all {
     ($($name:ident: $outer:ident,)*) => {$(
         #[test]
         fn $name() {
-            over_all!(@each $outer: Limit Counted Tagged Fallback Segregate SegregateLarge Guarded Cached);
+            over_all!(@each $outer: Limit Counted Tagged Fallback Segregate SegregateLarge);
         }
     )*};
     (@each $outer:ident: $($inner:ident)*) => {$(
@@ -106,8 +99,6 @@ over_all! {
     a_fallback_over_every_wrapper: Fallback,
     small_blocks_from_every_wrapper: Segregate,
     large_blocks_from_every_wrapper: SegregateLarge,
-    a_guard_over_every_wrapper: Guarded,
-    a_cache_over_every_wrapper: Cached,
 }
 
 macro_rules! with_arenas {
@@ -122,7 +113,7 @@ macro_rules! with_arenas {
 
 #[test]
 fn an_arena_between_any_two() {
-    with_arenas!(Limit Counted Tagged Fallback Segregate SegregateLarge Guarded Cached);
+    with_arenas!(Limit Counted Tagged Fallback Segregate SegregateLarge);
 }
 
 const LAYOUT: Layout = Layout::new::<[u64; 8]>();
@@ -172,18 +163,12 @@ macro_rules! hold_back {
         let what = stringify!($layer);
         holds_back(&gated!($layer, below.clone()), &below, what);
         assert_eq!(below.reap(), (0, 0), "{what}");
-        // A guard shows what the layer below does to freed bytes, and a cache what the layer above
-        // does.
-        holds_back(&Guarded::new(gated!($layer, below.clone())), &below, what);
-        holds_back(&Cached::new(gated!($layer, below.clone())), &below, what);
-        holds_back(&gated!($layer, Cached::new(Guarded::new(below.clone()))), &below, what);
-        assert_eq!(below.reap(), (0, 0), "{what}");
     })*};
 }
 
 #[test]
 fn a_deferral_reaches_through_each() {
-    hold_back!(Limit Counted Tagged Fallback Segregate SegregateLarge Guarded Cached);
+    hold_back!(Limit Counted Tagged Fallback Segregate SegregateLarge);
 }
 
 #[test]
@@ -195,10 +180,7 @@ fn bumpalo_is_an_upstream_of_each() {
             assert_eq!(suite.check_clone(&layer!($layer, &bump)), Ok(()), stringify!($layer));
         })*};
     }
-    over_bumpalo!(Limit Counted Tagged Segregate SegregateLarge Guarded Cached);
-    // A fallback must find the owner of a block, which a guard does for any allocator.
-    let bump = bumpalo::Bump::new();
-    assert_eq!(suite().check_clone(&Fallback::new(Guarded::new(&bump), Global)), Ok(()));
+    over_bumpalo!(Limit Counted Tagged Segregate SegregateLarge);
 }
 
 #[expect(unsafe_code, reason = "calls the allocator's unsafe methods")]
