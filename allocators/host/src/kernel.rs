@@ -7,16 +7,13 @@
 
 mod barrier;
 mod faults;
-mod files;
 mod fork_safe;
-mod mappings;
 mod process;
 mod threads;
 mod wait;
 
 pub use faults::{Faults, SystemCall};
 pub(crate) use fork_safe::{ForkSafe, ForkSafeGuard, LockOrder};
-pub use mappings::{Ground, MapEntry};
 pub use process::Process;
 pub use threads::SpawnedThread;
 pub use wait::{Bell, StallAlarm, Woken};
@@ -98,7 +95,7 @@ const MPOL_PREFERRED: c_int = 1;
 /// The system calls of this machine. Cheap to clone.
 ///
 /// ```
-/// use aquifer_host::kernel::{Advice, Ground, Kernel, MapEntry, MapPages, Span};
+/// use aquifer_host::kernel::{Advice, Kernel, MapPages, Span};
 /// use std::num::NonZeroUsize;
 ///
 /// let kernel = Kernel::new();
@@ -109,8 +106,6 @@ const MPOL_PREFERRED: c_int = 1;
 ///     kernel.advise(span, Advice::DontFork)?;
 /// }
 /// kernel.populate(span)?;
-/// let entries: Vec<MapEntry> = kernel.mappings(span)?;
-/// assert!(entries.iter().all(|entry| entry.writable && entry.ground == Ground::Anonymous));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Default, Debug)]
@@ -291,17 +286,6 @@ impl Kernel {
     pub fn populate(&self, span: Span) -> Result<Duration> {
         let simulated = self.intercept(SystemCall::Populate)?;
         let took = fault_in(span, libc::MADV_POPULATE_WRITE)?;
-        Ok(simulated.unwrap_or(took))
-    }
-
-    /// Populates a mapping as by reads (`madvise`, `MADV_POPULATE_READ`). Pages of a file are read
-    /// in. Returns the CPU time that it took.
-    ///
-    /// # Errors
-    /// As [`Kernel::populate`]; `EFAULT` beyond the end of a file.
-    pub fn populate_read(&self, span: Span) -> Result<Duration> {
-        let simulated = self.intercept(SystemCall::PopulateRead)?;
-        let took = fault_in(span, libc::MADV_POPULATE_READ)?;
         Ok(simulated.unwrap_or(took))
     }
 

@@ -28,46 +28,27 @@
 //!
 //! - [`Region::new`] registers, and [`Region::close`] unregisters.
 //! - [`Region::retire`] leaves the unregistration to [`end_retired`].
-//! - A region that is dropped while a known copy is in flight is retired too.
-//!
-//! # Kinds
-//! | | the memory belongs to | accessible to others |
-//! |---|---|---|
-//! | [`Region`] | the region, which allocates it | no |
-//! | [`SharedRegion`] | the region, as a memory file | to all processes that receive the file |
-//! | [`InPlace`] | a `Vec` or a mapping, which is passed in | not until it is returned |
-//! | [`scope`], [`scope_mut`] | the caller, lent to a closure | not until the closure returns |
 //!
 //! # Limits
 //! One registration pins less than 512 GiB (a limit of the driver), and less than 2 GiB on Linux
 //! 6.11 to 6.13. Regions are registered in chunks within that limit. A copy that crosses the
-//! boundary of two registrations fails, so [`Region::registrations`] lists them. Memory that is
-//! registered in place is always one registration, or refused.
+//! boundary of two registrations fails, so [`Region::registrations`] lists them.
 
 mod backing;
-mod claims;
-mod file_map;
-mod flight;
 mod host;
-mod in_place;
 mod make;
 mod mapping;
 mod report;
 mod retired;
-mod shared;
 mod stall_detector;
 mod stranded;
 pub mod window;
 
-pub use file_map::FileMap;
 pub use host::{Host, Reach};
-pub use in_place::{InPlace, PinError, Pinnable, PinnableMut, scope, scope_mut};
 pub use report::{
     Cause, PageTier, PinnedBy, PlacedBy, Placement, RegionError, RegionReport, Shortfall, Step,
-    Unfit,
 };
 pub use retired::{end_retired, retired_bytes};
-pub use shared::SharedRegion;
 pub use stranded::{retry_stranded, stranded_bytes};
 
 use crate::{
@@ -189,8 +170,7 @@ impl RegionRequest {
 /// pinned.
 ///
 /// The bytes are initially zero. Dropping the region ends its registrations and releases the
-/// memory, which blocks while the device is busy. If a copy by safe code is known to be in flight,
-/// this is left to [`end_retired`]. No other queued work may still access the memory.
+/// memory, which blocks while the device is busy. No queued work may still access the memory.
 ///
 /// ```
 /// use aquifer_core::Budget;

@@ -14,7 +14,7 @@ use crate::{
 use aquifer_core::{Budget, MemoryError, Result};
 use aquifer_driver::HostFlags;
 use aquifer_host::{
-    region::{Host, InPlace, PageTier, Pinning, Region, RegionRequest, Verify},
+    region::{Host, PageTier, Pinning, Region, RegionRequest, Verify},
     topology::NodeId,
     workers::Workers,
 };
@@ -88,10 +88,6 @@ fn sizes(bench: &PinnedBench<'_>) -> &'static [u64] {
     if bench.pace == Pace::QUICK { &QUICK } else { &SIZES }
 }
 
-fn in_place_name(bytes: u64) -> String {
-    format!("in place {}, pages there", size(bytes))
-}
-
 fn close_name(bytes: u64) -> String {
     format!("region {} ended", size(bytes))
 }
@@ -101,9 +97,6 @@ pub(super) fn names(bench: &PinnedBench<'_>) -> Vec<String> {
     for &bytes in sizes(bench) {
         names.extend(cases(bench, bytes).iter().map(Case::name));
         names.push(close_name(bytes));
-        if bench.has_gpu() {
-            names.push(in_place_name(bytes));
-        }
     }
     names
 }
@@ -113,7 +106,7 @@ pub(super) fn measure(bench: &mut PinnedBench<'_>) -> Result<()> {
         bench.host.topology.node_of_device(bench.place.info()).ok().and_then(|found| found.value);
     let wanted = |bytes: &u64| {
         let mut names = cases(bench, *bytes).iter().map(Case::name).collect::<Vec<_>>();
-        names.extend([close_name(*bytes), in_place_name(*bytes)]);
+        names.push(close_name(*bytes));
         *bytes <= bench.room && names.iter().any(|name| bench.sheet.wants(name))
     };
     if let Some(&most) = sizes(bench).iter().rev().find(|bytes| wanted(bytes)) {
@@ -124,9 +117,8 @@ pub(super) fn measure(bench: &mut PinnedBench<'_>) -> Result<()> {
             .into_iter()
             .filter(|case| bench.sheet.wants(&case.name()))
             .collect();
-        let (close, in_place) = (close_name(bytes), in_place_name(bytes));
-        let others = bench.sheet.wants(&close) || (bench.has_gpu() && bench.sheet.wants(&in_place));
-        if cases.is_empty() && !others {
+        let close = close_name(bytes);
+        if cases.is_empty() && !bench.sheet.wants(&close) {
             continue;
         }
         let what = format!("region {}", size(bytes));
@@ -166,10 +158,6 @@ pub(super) fn measure(bench: &mut PinnedBench<'_>) -> Result<()> {
         if let Some(&gone) = ended.iter().min() {
             let peer = driver.map(|(_, freed)| ("cuMemFreeHost", rate(freed, bytes)));
             bench.sheet.add(&close, Unit::GbPerSecond, rate(gone, bytes), peer);
-        }
-        if bench.has_gpu() && bench.sheet.wants(&in_place) {
-            let took = in_place_once(bench, bytes)?;
-            bench.sheet.add(&in_place, Unit::GbPerSecond, rate(took, bytes), peer);
         }
     }
     Ok(())
@@ -292,21 +280,6 @@ fn driver(bench: &mut PinnedBench<'_>, bytes: u64) -> Result<(Duration, Duration
     Ok(best)
 }
 
-/// Measures the registration of memory whose pages are populated.
-fn in_place_once(bench: &PinnedBench<'_>, bytes: u64) -> Result<Duration> {
-    let mut memory = vec![1u8; bytes as usize];
-    let mut best = Duration::MAX;
-    for _ in 0..laps(bytes) {
-        let begun = Instant::now();
-        let pinned =
-            InPlace::new(&bench.host, &Budget::unlimited("bench"), memory, HostFlags::default());
-        let took = begun.elapsed();
-        memory = pinned.map_err(|refused| MemoryError::from(refused.error))?.close()?;
-        best = best.min(took);
-    }
-    Ok(best)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -362,8 +335,6 @@ mod tests {
             panic!("{:?} {:?}", bench.sheet.rows, bench.sheet.failures)
         };
         assert_eq!(row.peer.as_ref().unwrap().name, DRIVER);
-        let in_place = measured(&place, Some("in place"));
-        assert_eq!(in_place.sheet.rows.len(), 1, "{:?}", in_place.sheet.failures);
         let ended = measured(&place, Some("ended"));
         assert_eq!(ended.sheet.rows[0].peer.as_ref().unwrap().name, "cuMemFreeHost");
         assert!(sim.outstanding().host_allocations + sim.outstanding().registrations == 0);

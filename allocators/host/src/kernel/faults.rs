@@ -40,18 +40,6 @@ pub enum SystemCall {
     NoHugePage,
     /// `madvise(MADV_REMOVE)`.
     Remove,
-    /// `madvise(MADV_POPULATE_READ)`.
-    PopulateRead,
-    /// `memfd_create`.
-    MemFile,
-    /// `ftruncate` of such a file.
-    Resize,
-    /// `fcntl(F_ADD_SEALS)` and `fcntl(F_GET_SEALS)`.
-    Seal,
-    /// `mmap` of a file that other processes may map too.
-    MapShared,
-    /// Reading `/proc/self/maps`.
-    Mappings,
     /// `eventfd`.
     Bell,
     /// `open` and `write` of a pressure file.
@@ -62,7 +50,7 @@ pub enum SystemCall {
 
 impl SystemCall {
     /// All calls.
-    pub const ALL: [SystemCall; 24] = [
+    pub const ALL: [SystemCall; 18] = [
         Self::Reserve,
         Self::Map,
         Self::MapHuge,
@@ -78,12 +66,6 @@ impl SystemCall {
         Self::Barrier,
         Self::NoHugePage,
         Self::Remove,
-        Self::PopulateRead,
-        Self::MemFile,
-        Self::Resize,
-        Self::Seal,
-        Self::MapShared,
-        Self::Mappings,
         Self::Bell,
         Self::StallAlarm,
         Self::Wait,
@@ -93,18 +75,14 @@ impl SystemCall {
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            Self::Reserve | Self::Map | Self::MapHuge | Self::MapShared | Self::Unmap => "mmap",
+            Self::Reserve | Self::Map | Self::MapHuge | Self::Unmap => "mmap",
             Self::DontFork
             | Self::DontDump
             | Self::HugePage
             | Self::NoHugePage
             | Self::Remove
-            | Self::Populate
-            | Self::PopulateRead => "madvise",
-            Self::MemFile => "memfd_create",
-            Self::Resize => "ftruncate",
-            Self::Seal => "fcntl",
-            Self::Mappings | Self::StallAlarm => "open",
+            | Self::Populate => "madvise",
+            Self::StallAlarm => "open",
             Self::Bell => "eventfd",
             Self::Wait => "poll",
             Self::Prefer => "mbind",

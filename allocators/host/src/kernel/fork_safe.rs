@@ -30,8 +30,6 @@ pub(crate) enum LockOrder {
     Retired,
     /// Regions that the driver or the kernel could not release.
     Stranded,
-    /// Registered pages.
-    Claims,
     /// Addresses of regions.
     Window,
     /// Thread numbers.

@@ -6,14 +6,12 @@
 //! retried.
 #![expect(unsafe_code, reason = "ends registrations and driver allocations")]
 
-use super::{Cause, Reach, RegionError, Step, claims, mapping::Mapping, stranded::strand, window};
+use super::{Cause, Reach, RegionError, Step, mapping::Mapping, stranded::strand, window};
 use crate::kernel::{ForkSafe, LockOrder, Process, Span, pointer};
-use aquifer_core::{Charge, DriverError, Gate};
+use aquifer_core::{Charge, DriverError};
 use aquifer_driver::{Driver, Relaxed};
 use std::{
-    any::Any,
     mem,
-    os::fd::BorrowedFd,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -27,45 +25,12 @@ pub(super) struct Backing {
     registrations: Vec<Span>,
     reach: Option<Reach>,
     memory: Option<Memory>,
-    /// Queued work may access the memory until all gates are open.
-    gates: Vec<Arc<dyn Gate>>,
 }
 
 #[derive(Debug)]
 pub(super) enum Memory {
     Mapped(Arc<Mapping>),
     Driver(DriverBlock),
-    Foreign(ForeignMemory),
-}
-
-/// Registered memory with a foreign owner, in whole pages.
-#[derive(Debug)]
-pub(super) struct ForeignMemory {
-    /// Claimed pages, until the release.
-    pages: Span,
-    /// `None` after the release.
-    charge: Option<Charge>,
-    /// The owner of the memory, if it was passed in. Dropped last.
-    owner: Option<Box<dyn Any + Send>>,
-}
-
-impl ForeignMemory {
-    /// Takes responsibility for `pages`, which the caller has claimed.
-    pub(super) fn new(pages: Span, charge: Charge) -> Self {
-        Self { pages, charge: Some(charge), owner: None }
-    }
-
-    fn release(&mut self) -> Option<Charge> {
-        let charge = self.charge.take()?;
-        claims::release(self.pages);
-        Some(charge)
-    }
-}
-
-impl Drop for ForeignMemory {
-    fn drop(&mut self) {
-        drop(self.release());
-    }
 }
 
 /// Memory that the driver allocated (`cuMemHostAlloc`).
@@ -135,48 +100,12 @@ fn ignore_benign(error: DriverError) -> Result<(), DriverError> {
 
 impl Backing {
     pub(super) fn mapped(mapping: Arc<Mapping>, reach: Option<Reach>) -> Self {
-        Self {
-            registrations: Vec::new(),
-            reach,
-            memory: Some(Memory::Mapped(mapping)),
-            gates: Vec::new(),
-        }
-    }
-
-    pub(super) fn foreign(foreign: ForeignMemory, reach: Reach) -> Self {
-        let memory = Some(Memory::Foreign(foreign));
-        Self { registrations: Vec::new(), reach: Some(reach), memory, gates: Vec::new() }
+        Self { registrations: Vec::new(), reach, memory: Some(Memory::Mapped(mapping)) }
     }
 
     pub(super) fn driver(block: DriverBlock) -> Self {
         let registrations = vec![block.span()];
-        Self { registrations, reach: None, memory: Some(Memory::Driver(block)), gates: Vec::new() }
-    }
-
-    /// Stores the owner of the memory until the release.
-    pub(super) fn set_owner(&mut self, owner: Box<dyn Any + Send>) {
-        if let Some(Memory::Foreign(foreign)) = &mut self.memory {
-            foreign.owner = Some(owner);
-        }
-    }
-
-    /// Defers the release until `until` is open.
-    pub(super) fn defer(&mut self, until: Arc<dyn Gate>) {
-        self.gates.retain(|gate| !gate.is_open());
-        self.gates.push(until);
-    }
-
-    /// Returns whether no known queued work may access the memory.
-    pub(super) fn is_idle(&self) -> bool {
-        self.gates.iter().all(|gate| gate.is_open())
-    }
-
-    /// Returns the file behind the memory, if any.
-    pub(super) fn file(&self) -> Option<BorrowedFd<'_>> {
-        match &self.memory {
-            Some(Memory::Mapped(mapping)) => mapping.file(),
-            _ => None,
-        }
+        Self { registrations, reach: None, memory: Some(Memory::Driver(block)) }
     }
 
     /// Returns the number of charged bytes.
@@ -184,7 +113,6 @@ impl Backing {
         let span = match &self.memory {
             Some(Memory::Mapped(mapping)) => mapping.span(),
             Some(Memory::Driver(block)) => block.span,
-            Some(Memory::Foreign(foreign)) => foreign.pages,
             None => return 0,
         };
         span.len as u64
@@ -237,23 +165,14 @@ impl Backing {
         Ok(())
     }
 
-    /// Waits for queued work, releases everything, and returns the charge unless the memory has
-    /// another holder.
+    /// Releases everything, and returns the charge unless the memory has another holder.
     ///
     /// # Errors
     /// The failed release. The memory is then stranded.
     pub(super) fn release(&mut self) -> Result<Option<Charge>, RegionError> {
-        // A gate that returns an error belongs to a lost device, which runs no work any more. The
-        // driver calls below report any error.
-        let shut = self.gates.iter().any(|gate| gate.wait(None) == Ok(false));
-        if shut {
-            return Err(RegionError::new(Step::Register, Cause::InUse));
-        }
-        self.gates.clear();
         self.unregister().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)))?;
         let (left, answer) = match self.memory.take() {
             None => return Ok(None),
-            Some(Memory::Foreign(mut foreign)) => return Ok(foreign.release()),
             Some(Memory::Mapped(mapping)) => {
                 // A worker still uses the mapping, and releases it.
                 let Some(mut mapping) = Arc::into_inner(mapping) else { return Ok(None) };
@@ -278,7 +197,7 @@ impl Backing {
         self.unregister().ok()?;
         match self.memory.take()? {
             Memory::Mapped(mapping) => Arc::into_inner(mapping),
-            Memory::Driver(_) | Memory::Foreign(_) => None,
+            Memory::Driver(_) => None,
         }
     }
 
@@ -301,20 +220,13 @@ impl Backing {
             registrations: mem::take(&mut self.registrations),
             reach: self.reach.take(),
             memory: self.memory.take(),
-            gates: mem::take(&mut self.gates),
         }
     }
 }
 
 impl Drop for Backing {
     fn drop(&mut self) {
-        if self.memory.is_none() {
-            return;
-        }
-        if !self.is_idle() {
-            // A drop must not block for copies in flight.
-            retire(self.take());
-        } else if self.release().is_err() && self.memory.is_some() {
+        if self.memory.is_some() && self.release().is_err() && self.memory.is_some() {
             self.strand();
         }
     }

@@ -10,8 +10,6 @@ mod pages;
 mod populate;
 mod verify;
 
-pub(super) use populate::registration_limit;
-
 use super::{
     Host, Pinning, Reach, Region, RegionRequest,
     backing::{Backing, DriverBlock},
@@ -30,27 +28,12 @@ use crate::{
 };
 use aquifer_core::{Budget, Charge, SystemError};
 use aquifer_driver::{HostFlags, Relaxed};
-use std::{
-    os::fd::OwnedFd,
-    sync::{Arc, Mutex, PoisonError},
-};
-
-/// Which other processes can map a region's memory.
-#[derive(Debug)]
-pub(super) enum Sharing {
-    /// None.
-    Private,
-    /// All that receive its file, which is created here.
-    New,
-    /// The region maps this existing file, which has these pages.
-    Existing(OwnedFd, PageTier),
-}
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A region that is being created.
 struct RegionBuilder<'a> {
     host: &'a Host,
     request: &'a RegionRequest,
-    sharing: &'a Sharing,
     /// The requested flags that are still in effect.
     flags: HostFlags,
     bytes: usize,
@@ -87,48 +70,39 @@ impl Region {
     /// [`RegionError`] with the failed step and all attempts. Nothing is left behind, except memory
     /// that the error reports as stranded.
     pub fn new(host: &Host, budget: &Budget, request: &RegionRequest) -> Result<Self, RegionError> {
-        region(host, budget, request, &Sharing::Private)
-    }
-}
-
-pub(super) fn region(
-    host: &Host,
-    budget: &Budget,
-    request: &RegionRequest,
-    sharing: &Sharing,
-) -> Result<Region, RegionError> {
-    retry_stranded();
-    let mut builder = RegionBuilder::prepare(host, request, sharing)?;
-    let charge = charge(budget, builder.bytes)?;
-    let made = match builder.try_all(charge) {
-        Ok(made) => made,
-        Err(failed) => return Err(builder.error(failed.step, failed.cause)),
-    };
-    let placement = builder.verify(&made);
-    if builder.is_strict() {
-        let (elsewhere, unknown) = (placement.elsewhere(), placement.unknown);
-        if elsewhere + unknown > 0 || placement.on_node() == 0 {
-            // The drop of the backing releases everything.
-            return Err(builder.error(Step::Verify, Cause::Misplaced { elsewhere, unknown }));
+        retry_stranded();
+        let mut builder = RegionBuilder::prepare(host, request)?;
+        let charge = charge(budget, builder.bytes)?;
+        let made = match builder.try_all(charge) {
+            Ok(made) => made,
+            Err(failed) => return Err(builder.error(failed.step, failed.cause)),
+        };
+        let placement = builder.verify(&made);
+        if builder.is_strict() {
+            let (elsewhere, unknown) = (placement.elsewhere(), placement.unknown);
+            if elsewhere + unknown > 0 || placement.on_node() == 0 {
+                // The drop of the backing releases everything.
+                return Err(builder.error(Step::Verify, Cause::Misplaced { elsewhere, unknown }));
+            }
         }
+        let pinned_by = match (&made.pages, made.backing.registrations().len()) {
+            (PageTier::DriverChosen, _) => PinnedBy::Driver,
+            (_, 0) => PinnedBy::Nobody,
+            (_, parts) => PinnedBy::Registration(parts),
+        };
+        let report = RegionReport {
+            bytes: builder.bytes as u64,
+            pages: made.pages,
+            pinned_by,
+            placement,
+            shortfalls: builder.shortfalls,
+        };
+        Ok(Self { backing: made.backing, span: made.span, report })
     }
-    let pinned_by = match (&made.pages, made.backing.registrations().len()) {
-        (PageTier::DriverChosen, _) => PinnedBy::Driver,
-        (_, 0) => PinnedBy::Nobody,
-        (_, parts) => PinnedBy::Registration(parts),
-    };
-    let report = RegionReport {
-        bytes: builder.bytes as u64,
-        pages: made.pages,
-        pinned_by,
-        placement,
-        shortfalls: builder.shortfalls,
-    };
-    Ok(Region { backing: made.backing, span: made.span, report })
 }
 
 /// Charges the budget. If that fails, ends retired regions and tries again.
-pub(super) fn charge(budget: &Budget, bytes: usize) -> Result<Charge, RegionError> {
+fn charge(budget: &Budget, bytes: usize) -> Result<Charge, RegionError> {
     let first = match budget.charge(bytes as u64) {
         Err(_) if end_retired() > 0 => budget.charge(bytes as u64),
         answer => answer,
@@ -137,11 +111,7 @@ pub(super) fn charge(budget: &Budget, bytes: usize) -> Result<Charge, RegionErro
 }
 
 impl<'a> RegionBuilder<'a> {
-    fn prepare(
-        host: &'a Host,
-        request: &'a RegionRequest,
-        sharing: &'a Sharing,
-    ) -> Result<Self, RegionError> {
+    fn prepare(host: &'a Host, request: &'a RegionRequest) -> Result<Self, RegionError> {
         let page =
             host.topology.page_size().value.and_then(|n| usize::try_from(n).ok()).unwrap_or(4096);
         if request.bytes == 0 || request.bytes > LARGEST {
@@ -154,7 +124,6 @@ impl<'a> RegionBuilder<'a> {
         let mut builder = Self {
             host,
             request,
-            sharing,
             flags: request.flags,
             bytes,
             page,
@@ -230,15 +199,11 @@ impl<'a> RegionBuilder<'a> {
                 });
             }
         };
-        // No other process can map memory that the driver allocated.
-        let private = matches!(self.sharing, Sharing::Private);
         let mut charge = charge;
         if self.flags.write_combined {
-            if private {
-                match self.driver_memory(charge, &reach) {
-                    Ok(made) => return Ok(made),
-                    Err(failed) => charge = self.next_attempt(failed)?,
-                }
+            match self.driver_memory(charge, &reach) {
+                Ok(made) => return Ok(made),
+                Err(failed) => charge = self.next_attempt(failed)?,
             }
             self.flags.write_combined = false;
             self.fell_short(Step::DriverAlloc, Cause::Cached);
@@ -246,15 +211,12 @@ impl<'a> RegionBuilder<'a> {
         let pageable = self.request.pinning == Pinning::Preferred;
         match self.mapped(charge, Some(reach.clone())) {
             Ok(made) => return Ok(made),
-            Err(failed) if private || pageable => charge = self.next_attempt(failed)?,
-            Err(failed) => return Err(failed),
+            Err(failed) => charge = self.next_attempt(failed)?,
         }
-        if private {
-            match self.driver_memory(charge, &reach) {
-                Ok(made) => return Ok(made),
-                Err(failed) if pageable => charge = self.next_attempt(failed)?,
-                Err(failed) => return Err(failed),
-            }
+        match self.driver_memory(charge, &reach) {
+            Ok(made) => return Ok(made),
+            Err(failed) if pageable => charge = self.next_attempt(failed)?,
+            Err(failed) => return Err(failed),
         }
         self.mapped(charge, None)
     }
@@ -265,10 +227,7 @@ impl<'a> RegionBuilder<'a> {
         charge: Charge,
         reach: Option<Reach>,
     ) -> Result<BuiltRegion, AttemptFailure> {
-        let mut tier = match self.sharing {
-            Sharing::Existing(_, tier) => *tier,
-            Sharing::Private | Sharing::New => self.best_tier(self.request.pages),
-        };
+        let mut tier = self.best_tier(self.request.pages);
         let align = tier.page().unwrap_or(GRANULE).max(GRANULE);
         let mut mapping = match Mapping::reserve(&self.host.kernel, self.bytes, align, charge) {
             Ok(mapping) => mapping,
@@ -307,7 +266,7 @@ impl<'a> RegionBuilder<'a> {
         reach: Option<Reach>,
     ) -> Result<BuiltRegion, (Option<Mapping>, Step, Cause)> {
         let mut tier = tier;
-        if let Err(e) = self.map(&mut mapping, tier) {
+        if let Err(e) = mapping.map(tier, self.request.share_on_fork) {
             return Err((Some(mapping), Step::Map, Cause::System(e)));
         }
         // A fork would copy all pinned pages for the child.
@@ -343,26 +302,8 @@ impl<'a> RegionBuilder<'a> {
         }
     }
 
-    fn map(&self, mapping: &mut Mapping, tier: PageTier) -> Result<(), SystemError> {
-        match self.sharing {
-            Sharing::Private => mapping.map(tier, self.request.share_on_fork),
-            Sharing::New => mapping.map_shared(tier, None),
-            Sharing::Existing(file, _) => {
-                let again = file.try_clone().map_err(|e| SystemError {
-                    call: "fcntl",
-                    errno: e.raw_os_error().unwrap_or(nix::libc::EMFILE),
-                })?;
-                mapping.map_shared(tier, Some(again))
-            }
-        }
-    }
-
     fn place(&mut self, mapping: &Mapping) -> PlacedBy {
         let Some(node) = self.node else { return PlacedBy::Nobody };
-        // The creator of the file has placed its pages.
-        if matches!(self.sharing, Sharing::Existing(..)) {
-            return PlacedBy::Nobody;
-        }
         match self.host.kernel.prefer(mapping.span(), node) {
             Ok(()) => PlacedBy::Policy,
             Err(e) => {

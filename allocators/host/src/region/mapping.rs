@@ -10,7 +10,6 @@ use super::{
 use crate::kernel::{Advice, Kernel, Span};
 use aquifer_core::{Charge, SystemError};
 use nix::libc;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// A range of the window and the memory in it.
 ///
@@ -21,15 +20,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 pub(super) struct Mapping {
     span: Span,
     kernel: Kernel,
-    /// The file behind the memory, `None` for private memory of this process.
-    file: Option<OwnedFd>,
     /// Whether the children of a fork have the same pages.
     inherited: bool,
     /// Whether memory is, or may be, mapped. Otherwise only the addresses are released.
     mapped: bool,
-    /// Whether the memory contains only zeros yet. Data of other processes must not be
-    /// overwritten.
-    fresh: bool,
     /// `None` after [`Mapping::release`].
     charge: Option<Charge>,
 }
@@ -54,19 +48,12 @@ impl Mapping {
             Ok(span) => Ok(Self {
                 span,
                 kernel: kernel.clone(),
-                file: None,
                 inherited: false,
                 mapped: false,
-                fresh: true,
                 charge: Some(charge),
             }),
             Err(error) => Err((charge, error)),
         }
-    }
-
-    /// Returns the file behind the memory, if any.
-    pub(super) fn file(&self) -> Option<BorrowedFd<'_>> {
-        self.file.as_ref().map(AsFd::as_fd)
     }
 
     pub(super) fn span(&self) -> Span {
@@ -84,27 +71,7 @@ impl Mapping {
                 true => self.kernel.map_for_children(self.span, pages)?,
             }
         }
-        (self.mapped, self.fresh, self.inherited) = (true, true, inherited);
-        self.file = None;
-        Ok(())
-    }
-
-    /// Maps memory that other processes can map too, of `file` or of a new file. Replaces an
-    /// earlier mapping.
-    pub(super) fn map_shared(
-        &mut self,
-        tier: PageTier,
-        file: Option<OwnedFd>,
-    ) -> Result<(), SystemError> {
-        self.fresh = file.is_none();
-        let file = match file {
-            Some(file) => file,
-            None => self.kernel.memory_file(self.span.len, tier.map_pages())?,
-        };
-        // SAFETY: 1. as above.
-        unsafe { self.kernel.map_shared(self.span, file.as_fd())? };
-        self.mapped = true;
-        self.file = Some(file);
+        (self.mapped, self.inherited) = (true, inherited);
         Ok(())
     }
 
@@ -138,7 +105,7 @@ impl Mapping {
                 stall.record(pages, len, took);
                 Ok(PopulateMethod::ByKernel)
             }
-            Err(e) if e.errno == libc::EINVAL && tier.page().is_none() && self.fresh => {
+            Err(e) if e.errno == libc::EINVAL && tier.page().is_none() => {
                 // SAFETY: 1. inside this mapping, which has not been written yet: zeros are written
                 // over zeros, each page by one worker. 2. not huge pages of the pool.
                 unsafe { self.kernel.touch(part, page) };
@@ -167,7 +134,6 @@ impl Mapping {
             unsafe { self.kernel.unmap(self.span)? };
             self.mapped = false;
         }
-        self.file = None;
         window::release(self.span);
         Ok(self.charge.take())
     }
@@ -176,11 +142,9 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.release().is_err() {
-            let (span, kernel, file) = (self.span, self.kernel.clone(), self.file.take());
-            let (charge, inherited) = (self.charge.take(), self.inherited);
-            let mapping =
-                Self { span, kernel, file, inherited, mapped: true, fresh: false, charge };
-            strand(span.len as u64, mapping);
+            let (span, kernel, inherited) = (self.span, self.kernel.clone(), self.inherited);
+            let charge = self.charge.take();
+            strand(span.len as u64, Self { span, kernel, inherited, mapped: true, charge });
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Reports of how a region was created, and its errors.
 
 use crate::{
-    kernel::{MapPages, Span},
+    kernel::MapPages,
     topology::NodeId,
     workers::{RunError, WorkerError},
 };
@@ -137,6 +137,8 @@ pub enum Step {
 }
 
 /// The reason why a step failed or was skipped.
+///
+/// See [`RegionReport`] for an example.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Cause {
@@ -196,13 +198,6 @@ pub enum Cause {
     /// Write-combined memory is not available, or not for this kind of memory. The memory is
     /// cached.
     Cached,
-    /// Queued work may still access the memory.
-    InUse,
-    /// The memory cannot be registered in place. A stager has to copy it.
-    NotInPlace(Unfit),
-    /// Part of the memory is already pinned, by another registration in place or as a region. The
-    /// two ranges may only share a page.
-    AlreadyPinned(Span),
     /// The request was strict, and pages are on other nodes or their node is unknown.
     Misplaced {
         /// Pages on other nodes.
@@ -217,28 +212,6 @@ pub enum Cause {
     NotKept,
     /// The deadline passed.
     TimedOut,
-}
-
-/// The reason why memory cannot be registered in place.
-///
-/// See [`RegionReport`] for an example.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[non_exhaustive]
-pub enum Unfit {
-    /// A writable file mapping. The driver refuses shared ones, and copies each page of private
-    /// ones first.
-    WritableFile,
-    /// A private read-only file mapping. The driver does not return from an attempt to register it.
-    PrivateFile,
-    /// Read-only memory that is not a file mapping.
-    Protected,
-    /// Several kinds of memory, or a gap.
-    Mixed,
-    /// More memory than one registration can pin.
-    TooLarge {
-        /// The maximum in bytes.
-        limit: usize,
-    },
 }
 
 /// A requested property that was not available.
@@ -367,17 +340,7 @@ impl fmt::Display for Cause {
                 write!(f, "one registration cannot pin {asked} bytes here: {taken} at once")
             }
             Self::Cached => f.write_str("there is no write-combined memory of that kind"),
-            Self::InUse => f.write_str("queued work may still touch it"),
             Self::Writable => f.write_str("the device could not be kept from writing"),
-            Self::NotInPlace(unfit) => write!(f, "{unfit}; use a stager"),
-            Self::AlreadyPinned(span) => {
-                write!(
-                    f,
-                    "some of the pages from {:#x} to {:#x} are pinned already",
-                    span.start,
-                    span.end()
-                )
-            }
             Self::Misplaced { elsewhere, unknown } => {
                 write!(f, "{elsewhere} pages on other nodes, {unknown} of unknown place")
             }
@@ -387,22 +350,6 @@ impl fmt::Display for Cause {
             Self::NotKept => f.write_str("the pool was closed meanwhile, or its books are full"),
             Self::TimedOut => f.write_str("the deadline passed"),
         }
-    }
-}
-
-impl fmt::Display for Unfit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::WritableFile => "a file that is mapped to be written is not pinned in place",
-            Self::PrivateFile => "a file that is mapped privately is not pinned in place",
-            Self::Protected => {
-                "memory that may not be written is not pinned in place, unless it is a file's"
-            }
-            Self::Mixed => "one piece of memory of one kind can be pinned in place, this is more",
-            Self::TooLarge { limit } => {
-                return write!(f, "at most {limit} bytes can be pinned at once");
-            }
-        })
     }
 }
 
@@ -459,8 +406,6 @@ impl From<RegionError> for MemoryError {
             Cause::Misplaced { .. } => {
                 Self::Unsupported { feature: "every page on the wanted NUMA node" }
             }
-            Cause::NotInPlace(_) => Self::Unsupported { feature: "pinning this memory in place" },
-            Cause::AlreadyPinned(_) => Self::Unsupported { feature: "pinning memory twice" },
             Cause::Job(_)
             | Cause::HugePages { .. }
             | Cause::NotHuge
@@ -470,7 +415,6 @@ impl From<RegionError> for MemoryError {
             | Cause::Chunks { .. }
             | Cause::Writable
             | Cause::Cached
-            | Cause::InUse
             | Cause::Untellable => Self::Unsupported { feature: "populating pinned memory" },
         }
     }

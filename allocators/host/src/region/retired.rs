@@ -17,9 +17,9 @@ pub fn retired_bytes() -> u64 {
 
 /// Releases retired and stranded memory, and returns the number of released bytes.
 ///
-/// This includes everything that was [retired](super::Region::retire), or dropped while a copy was
-/// in flight, unless a copy is still in flight, and [stranded memory](super::retry_stranded).
-/// Memory that the driver refuses to release is stranded and not counted.
+/// This includes everything that was [retired](super::Region::retire), and
+/// [stranded memory](super::retry_stranded). Memory that the driver refuses to release is stranded
+/// and not counted.
 ///
 /// Call this at quiet points: it blocks until devices are idle, if there is anything to do. It also
 /// runs before a budget refuses a new region.
@@ -42,16 +42,15 @@ pub fn end_retired() -> u64 {
         return retried;
     }
     let waiting = mem::take(&mut *RETIRED.lock());
-    let (idle, busy): (Vec<_>, Vec<_>) = waiting
-        .into_iter()
-        .partition(|(process, backing)| process.is_current() && backing.is_idle());
-    RETIRED.lock().extend(busy);
+    let (ours, inherited): (Vec<_>, Vec<_>) =
+        waiting.into_iter().partition(|(process, _)| process.is_current());
+    RETIRED.lock().extend(inherited);
     RETIRED_BYTES
-        .fetch_sub(idle.iter().map(|(_, backing)| backing.bytes()).sum(), Ordering::Relaxed);
+        .fetch_sub(ours.iter().map(|(_, backing)| backing.bytes()).sum(), Ordering::Relaxed);
     // Each is released, or stranded, without the lock.
     let end = |(_, backing): (_, Backing)| {
         let bytes = backing.bytes();
         if backing.close().is_ok() { bytes } else { 0 }
     };
-    retried + idle.into_iter().map(end).sum::<u64>()
+    retried + ours.into_iter().map(end).sum::<u64>()
 }

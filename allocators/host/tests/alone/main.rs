@@ -4,7 +4,6 @@
 //! They form a separate process, in which they run one at a time.
 
 mod driver;
-mod in_place;
 mod recycled;
 mod region;
 #[path = "../suite/support/mod.rs"]

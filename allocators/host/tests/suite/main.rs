@@ -15,7 +15,6 @@ mod pool;
 mod region;
 mod rig;
 mod seccomp;
-mod shared;
 mod stager;
 mod stager_faults;
 mod stager_files;

@@ -1,6 +1,6 @@
 //! The choice of the kind of pages.
 
-use super::{RegionBuilder, Sharing};
+use super::RegionBuilder;
 use crate::region::report::{Cause, PageTier, Step};
 
 impl PageTier {
@@ -26,8 +26,7 @@ impl RegionBuilder<'_> {
             tier = tier.below();
         }
         // Shared memory has its own setting for huge pages, which only applies to `shmem`.
-        let shared = matches!(self.sharing, Sharing::New) || self.request.share_on_fork;
-        if tier < PageTier::Transparent || shared {
+        if tier < PageTier::Transparent || self.request.share_on_fork {
             return PageTier::Base;
         }
         if !self.host.topology.thp().value.is_some_and(|mode| mode.is_offered()) {
@@ -57,7 +56,6 @@ impl RegionBuilder<'_> {
     /// pages than reported, or another process has used them.
     pub(super) fn may_lower_tier(&self, tier: PageTier, step: Step, cause: &Cause) -> bool {
         tier.page().is_some()
-            && !matches!(self.sharing, Sharing::Existing(..))
             && !matches!(step, Step::Register | Step::Verify)
             && *cause != Cause::TimedOut
     }

@@ -27,7 +27,7 @@ use std::{
 const DRIVER_LIMIT: usize = 512 << 30;
 
 /// Returns the maximum bytes of one registration on this machine.
-pub(in crate::region) fn registration_limit(kernel: &Kernel) -> usize {
+fn registration_limit(kernel: &Kernel) -> usize {
     let least = kernel.pin_limit().unwrap_or(DRIVER_LIMIT).min(DRIVER_LIMIT);
     // The limit itself is refused. One huge page less is accepted.
     least - GRANULE
