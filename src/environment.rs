@@ -26,7 +26,7 @@ use std::{
 
 const PREFIX: &str = "AQUIFER_";
 /// The variables of [the guide's page](crate::guide::environment) that begin so.
-const KNOWN: [&str; 27] = [
+const KNOWN: [&str; 26] = [
     "AQUIFER_AGREE_PROGRAMS",
     "AQUIFER_AGREE_SEED",
     "AQUIFER_BIN",
@@ -41,7 +41,6 @@ const KNOWN: [&str; 27] = [
     "AQUIFER_LIB",
     "AQUIFER_NIXL",
     "AQUIFER_NUMA",
-    "AQUIFER_NVTX",
     "AQUIFER_PLAN",
     "AQUIFER_PLANT",
     "AQUIFER_REPLAYS",

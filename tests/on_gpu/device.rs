@@ -2,14 +2,13 @@
 //!
 //! The two planted faults run only when `AQUIFER_PLANT` names them. They are for
 //! `compute-sanitizer`, which must report them where each block is a separate allocation
-//! (`AQUIFER_BYPASS=1`) and where pools announce their blocks (`AQUIFER_NVTX=1`).
+//! (`AQUIFER_BYPASS=1`).
 #![expect(unsafe_code, reason = "launches kernels")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::first_gpu::{
     Gpu,
     gpu::{SPIN, fill},
-    takes_whole_allocations,
 };
 use aquifer::{
     Access, Block, Budget, Debugging, DeviceBuffer, DevicePool, Direct, MemoryError, PinnedBuf,
@@ -185,8 +184,6 @@ fn handles_that_move_under_queued_work_lose_no_byte_and_no_host_wait_is_needed()
     let pool = gpu.small_pool(96);
     let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
     let cu = gpu.cu();
-    // Whole allocations do not move: a large block does not fit beside those with a live block.
-    let (whole, mut refused) = (takes_whole_allocations(), 0);
     for round in 0..20u32 {
         let mut busy: Vec<DeviceBuffer<u32>> =
             (0..6).map(|_| pool.buffer(&s, 2 * MIB).unwrap()).collect();
@@ -197,18 +194,9 @@ fn handles_that_move_under_queued_work_lose_no_byte_and_no_host_wait_is_needed()
         // handles.
         let kept: Vec<(usize, DeviceBuffer<u32>)> =
             busy.drain(..).enumerate().filter(|(i, _)| i % 2 == 1).collect();
-        let large = match pool.buffer::<u32>(&u, 15 * MIB) {
-            Err(MemoryError::OutOfMemory(_)) if whole => {
-                refused += 1;
-                None
-            }
-            served => {
-                let mut large = served.unwrap();
-                u.fill(&mut large, 0x2222_2222).unwrap();
-                assert!(download(&u, &large).iter().all(|&v| v == 0x2222_2222), "round {round}");
-                Some(large)
-            }
-        };
+        let mut large = pool.buffer::<u32>(&u, 15 * MIB).unwrap();
+        u.fill(&mut large, 0x2222_2222).unwrap();
+        assert!(download(&u, &large).iter().all(|&v| v == 0x2222_2222), "round {round}");
         for (i, x) in &kept {
             assert!(
                 download(&s, x).iter().all(|&v| v == round * 100 + *i as u32),
@@ -216,19 +204,13 @@ fn handles_that_move_under_queued_work_lose_no_byte_and_no_host_wait_is_needed()
             );
         }
         cu.synchronize().unwrap();
-        if let Some(large) = large {
-            assert!(
-                download(&u, &large).iter().all(|&v| v == 0x2222_2222),
-                "clobbered late, round {round}"
-            );
-        }
+        assert!(
+            download(&u, &large).iter().all(|&v| v == 0x2222_2222),
+            "clobbered late, round {round}"
+        );
     }
     let stats = pool.stats();
-    if whole {
-        assert!(stats.moves == 0 && refused > 0, "{refused} refused: {stats:?}");
-    } else {
-        assert!(stats.moves > 0 && stats.host_waits == 0, "{stats:?}");
-    }
+    assert!(stats.moves > 0 && stats.host_waits == 0, "{stats:?}");
     println!("{} moves, {} waits between streams", stats.moves, stats.stream_waits);
 }
 

@@ -124,12 +124,7 @@ fn a_neighbour_gets_a_seventh_of_the_gpu_while_the_cache_is_full_and_kernels_run
     // 20 GiB of an H200.
     let bytes = (total / 7).min(20 * GIB);
     let keep_free = bytes + bytes / 10;
-    let mut builder = Runtime::builder().device_budget(total).keep_free(keep_free);
-    // A pool that is announced has whole allocations, and to free one waits for the device.
-    if env::var_os("AQUIFER_NVTX").is_some_and(|value| value == "1") {
-        builder = builder.keep_free_may_stall();
-    }
-    let rt = builder.build().unwrap();
+    let rt = Runtime::builder().device_budget(total).keep_free(keep_free).build().unwrap();
     let pool = rt.device(0).unwrap();
     let driver = pool.driver().clone();
     let stream = pool.stream().unwrap();

@@ -78,8 +78,8 @@ fn a_registered_block_keeps_its_bytes_after_the_free_while_others_need_the_room(
     let token = block.register();
     assert!(matches!(block.export(), Err(MemoryError::Unsupported { .. })));
     drop(block);
-    // All that is left: a whole allocation is larger than its block, by the unit of the driver.
-    let left = if first_gpu::takes_whole_allocations() { 22 * MIB } else { 24 * MIB };
+    // All that is left.
+    let left = 24 * MIB;
     for _ in 0..8 {
         let mut other = pool.buffer::<u8>(&s, left).unwrap();
         s.fill(&mut other, 0xff).unwrap();

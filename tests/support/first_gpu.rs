@@ -50,12 +50,6 @@ impl Deref for RuntimeInTurn {
     }
 }
 
-/// Returns whether pools take whole allocations of the driver, which cannot move, in the place of
-/// mappings: `AQUIFER_NVTX=1`.
-pub(crate) fn takes_whole_allocations() -> bool {
-    std::env::var_os("AQUIFER_NVTX").is_some_and(|value| value == "1")
-}
-
 /// Returns a runtime with a device. Without one the test is skipped.
 #[track_caller]
 pub(crate) fn runtime() -> Option<RuntimeInTurn> {

@@ -15,14 +15,9 @@
 //! | [`TracingSink`] | passes it to the program's logging |
 //! | [`NullSink`] | none |
 //!
-//! A tool that checks memory accesses has an order of its own, in which each thread waits until its
-//! event is through: see [`announcement`].
-//!
 //! The crate aquifer-formats writes events in the formats of other libraries. A [`LineLog`] is a
 //! file for a sink of your own.
 
-#[doc(hidden)]
-pub mod announcement;
 mod clock;
 mod delivery;
 mod environment;
@@ -43,7 +38,6 @@ pub use sinks::{NullSink, TracingSink};
 pub use trace::TraceFile;
 
 use crate::{Tag, panics::contain};
-use announcement::{Announcement, Turn};
 use clock::Clock;
 use delivery::OrderedDelivery;
 use process::PerProcess;
@@ -98,8 +92,6 @@ pub struct EventTicket {
     number: u64,
     /// Whether the sink has reserved the position.
     reserved: bool,
-    /// The turn in the order of announcements, if there is an announcer.
-    turn: Option<Turn>,
 }
 
 /// Passes events to a [`EventSink`] in the order of their [`EventTicket`]s.
@@ -144,10 +136,9 @@ impl Recorder {
     #[inline]
     #[doc(hidden)]
     pub fn ticket(&self) -> EventTicket {
-        let turn = Turn::take();
         match self.sink.reserve() {
-            Some(number) => EventTicket { number, reserved: true, turn },
-            None => EventTicket { number: self.delivery().ticket(), reserved: false, turn },
+            Some(number) => EventTicket { number, reserved: true },
+            None => EventTicket { number: self.delivery().ticket(), reserved: false },
         }
     }
 
@@ -186,14 +177,10 @@ impl Recorder {
 
     /// Passes the event on. A sink with reserved positions receives it at once. Any other sink
     /// receives it in order: in this call, unless an earlier ticket is outstanding or another event
-    /// is being passed on. If there is an [announcer](announcement), it is called before, and in
-    /// this call.
+    /// is being passed on.
     #[inline]
     #[doc(hidden)]
     pub fn record(&self, ticket: EventTicket, event: Event) {
-        if let Some(turn) = ticket.turn {
-            turn.announce(Announcement::Event(event));
-        }
         if ticket.reserved {
             contained(|| self.sink.fill(ticket.number, &event));
         } else {

@@ -172,9 +172,6 @@ pub struct PoolConfig {
     /// Makes each block an allocation of its own from the driver. This is slow, but visible to
     /// memory checkers. Default: `false`.
     pub bypass: bool,
-    /// Takes memory as whole allocations of the driver, where nothing that the pool was asked for
-    /// needs mappings. Set by `AQUIFER_NVTX`.
-    pub(crate) whole_allocations: bool,
     /// The checks of blocks. Default: none, which costs nothing. The environment can enable checks
     /// too.
     pub debug: Debugging,
@@ -200,7 +197,6 @@ impl Default for PoolConfig {
             shareable: false,
             streams: aquifer_stream::DEFAULT_CAP,
             bypass: false,
-            whole_allocations: false,
             debug: Debugging::default(),
             recorder: None,
         }

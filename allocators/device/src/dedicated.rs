@@ -156,9 +156,7 @@ impl DedicatedPool {
             accessors,
             granularity,
             step,
-            plain: granularity == 0
-                || (config.bypass && config.export == ExportTypes::NONE)
-                || config.whole_allocations,
+            plain: granularity == 0 || (config.bypass && config.export == ExportTypes::NONE),
             export: config.export,
             default_export: config.default_export(info.export_types),
             held: Arc::new(held),

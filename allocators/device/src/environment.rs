@@ -5,8 +5,6 @@
 //!   format. The pool's own recorder gets all events as well. Default: none.
 //! - `AQUIFER_BYPASS=1` makes each block an allocation of its own from the driver, which memory
 //!   checkers can see. Default: `0`.
-//! - `AQUIFER_NVTX=1` announces the memory of device pools and each of their blocks by NVTX to a
-//!   tool that checks accesses, such as compute-sanitizer. Default: `0`.
 //! - `AQUIFER_DEBUG` lists the checks of every pool: any of `poison`, `canaries`, `quarantine`,
 //!   `overlap`, `leaks` and `backtraces`, separated by commas, or `all` for the first five.
 //!   `quarantine=AMOUNT` sets its size, `64MiB` if it is not given. Default: nothing.
@@ -30,16 +28,15 @@ use std::{
 #[derive(Debug, Default)]
 pub(crate) struct Environment {
     pub(crate) bypass: bool,
-    pub(crate) nvtx: bool,
     pub(crate) debug: Debugging,
     pub(crate) plan: Option<PathBuf>,
 }
 
 impl Environment {
     pub(crate) fn read() -> Result<Self> {
-        let (bypass, nvtx) = (switch("AQUIFER_BYPASS")?, switch("AQUIFER_NVTX")?);
+        let bypass = switch("AQUIFER_BYPASS")?;
         let plan = env::var_os("AQUIFER_PLAN").filter(|path| !path.is_empty()).map(PathBuf::from);
-        Ok(Self { bypass, nvtx, debug: debug()?, plan })
+        Ok(Self { bypass, debug: debug()?, plan })
     }
 }
 

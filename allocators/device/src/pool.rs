@@ -27,7 +27,7 @@ use crate::{
 use aquifer_core::{
     Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result,
 };
-use aquifer_driver::{DeviceInfo, Driver, ExportTypes, nvtx, site};
+use aquifer_driver::{DeviceInfo, Driver, site};
 use aquifer_stream::{Stream, StreamPool};
 use bytemuck::Pod;
 use source::{BypassSource, CacheSource, draw_and_allocate};
@@ -141,14 +141,7 @@ impl DevicePool {
                 expected: "a number of bytes above zero",
             });
         }
-        // As heaps, tools accept whole allocations of the driver only. A pool that was asked for
-        // something that needs mappings keeps them, and is not announced.
-        config.whole_allocations = environment.nvtx
-            && config.peers.is_empty()
-            && config.export == ExportTypes::NONE
-            && config.warm_reserve == 0
-            && config.stream_cache == u64::MAX;
-        let maps = info.virtual_memory && info.granularity > 0 && !config.whole_allocations;
+        let maps = info.virtual_memory && info.granularity > 0;
         config.check_slack()?;
         config.check_retention(budget.limit(), maps)?;
         let slot = config.slot(&info)?;
@@ -166,10 +159,6 @@ impl DevicePool {
         } else {
             Box::new(Segments::new(&driver, device, budget.clone()))
         };
-        if environment.nvtx {
-            // Tools require that the device is in use.
-            config.recorder = nvtx::announced(config.recorder);
-        }
         let warm = config.warm_reserve;
         let core = PoolCore::new(driver, info, budget, config, physical, accessors);
         let PoolCore { driver, config, budget, .. } = &*core;

@@ -43,8 +43,6 @@ mod host_memory;
 mod ipc;
 pub mod leftovers;
 mod memory;
-#[doc(hidden)]
-pub mod nvtx;
 mod observe;
 mod operand;
 mod physical;

@@ -13,12 +13,7 @@ use crate::{
     },
 };
 use aquifer_core::{
-    Charge, DeviceId, DriverError, MemoryError, Result,
-    budget::StrandedCount,
-    event::{
-        BlockKind,
-        announcement::{supply, withdraw},
-    },
+    Charge, DeviceId, DriverError, MemoryError, Result, budget::StrandedCount, event::BlockKind,
 };
 use aquifer_driver::{Access, Driver, Relaxed, leftovers};
 use aquifer_stream::Timeline;
@@ -154,9 +149,7 @@ impl Span {
         held: &Arc<HeldBytes>,
     ) -> Self {
         let allocation = SpanMemory::Allocation { charge, held: held.clone() };
-        let span = Self::new(place, kind, address, bytes, bytes, Some(allocation));
-        supply(span.device, address, bytes);
-        span
+        Self::new(place, kind, address, bytes, bytes, Some(allocation))
     }
 
     /// Returns the kind of block that the span is for.
@@ -559,7 +552,6 @@ impl Span {
                 // was none.
                 unsafe { self.driver.unmap(self.device, address, count * self.slot) }
             } else {
-                withdraw(self.device, address, count * self.slot);
                 let _relaxed = Relaxed::enter(&*self.driver);
                 // SAFETY: 1. The address came from `mem_alloc`, and has left the table. 2. As
                 // above.

@@ -22,7 +22,6 @@ use crate::{
 use aquifer_core::{
     Budget, Charge, DeviceId, MemoryError, Result,
     budget::StrandedCharge,
-    event::announcement::{supply, withdraw},
     scratch::{Bump, List, Scratch, list},
 };
 use aquifer_driver::{Driver, Relaxed, leftovers};
@@ -183,7 +182,6 @@ impl Segments {
                 }
                 Err(e) => return Err(MemoryError::driver(self.device, e)),
             };
-            supply(self.device, address, bytes);
             self.held.add(bytes);
             outcome.grown += bytes;
             let segment = Segment { bytes, charge };
@@ -223,8 +221,6 @@ impl Segments {
     /// Releases one segment that is not in use.
     fn free(&self, address: u64) -> Result<()> {
         let Some(segment) = self.segments().remove(&address) else { return Ok(()) };
-        // If the driver refuses, blocks there are not announced any more.
-        withdraw(self.device, address, segment.bytes);
         let freed = {
             let _relaxed = Relaxed::enter(&*self.driver);
             // SAFETY: 1. it came from `mem_alloc`, and is removed from the table before it is
