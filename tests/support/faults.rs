@@ -34,7 +34,9 @@ pub(crate) fn run_named(faults: &[Fault]) {
 /// [`NONE`]. The `late` ones must have printed before that nothing was wrong.
 pub(crate) fn assert_each_is_found(faults: &[Fault], child: &str, late: &[&str]) {
     if !sanitizer::IS_BUILT_IN {
-        return println!("skipped: built without AddressSanitizer, which `ci/asan` builds in");
+        return println!(
+            "skipped: built without AddressSanitizer, which `ci/sanitize address` builds in"
+        );
     }
     for (name, _) in faults {
         let mut command = Command::new(env::current_exe().unwrap());

@@ -1,4 +1,4 @@
-//! Tests that `AddressSanitizer` stops accesses to arena memory that is not allocated. `ci/asan`
+//! Tests that `AddressSanitizer` stops accesses to arena memory that is not allocated. `ci/sanitize`
 //! builds with it.
 //!
 //! Each fault runs in a separate process, which must end because of it.

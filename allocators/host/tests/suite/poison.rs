@@ -1,4 +1,4 @@
-//! Tests that `AddressSanitizer` stops accesses to memory of a pool that has no owner. `ci/asan`
+//! Tests that `AddressSanitizer` stops accesses to memory of a pool that has no owner. `ci/sanitize`
 //! builds with it.
 //!
 //! Each fault runs in a separate process, which must end because of it.
