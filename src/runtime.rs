@@ -228,8 +228,8 @@ impl RuntimeBuilder {
     /// budgets are asked to [give some back](DevicePool::give_back), without waiting for any work
     /// of the device. The [warm reserve](PoolConfig::warm_reserve) is released too. The total under
     /// the device's budget is limited so that this much stays free. So no pool of this process
-    /// takes the released memory again. Devices without virtual memory mapping are limited too, but
-    /// release nothing: see [`keep_free_may_stall`](Self::keep_free_may_stall).
+    /// takes the released memory again. [`keep_free_may_stall`](Self::keep_free_may_stall) lets it
+    /// wait.
     /// [`Runtime::pressure`] reports what the watch has seen and done.
     ///
     /// The budget of each pool becomes a child of the watch's own budget. If the
@@ -240,8 +240,8 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Also releases segments of devices without virtual memory mapping, although the driver then
-    /// waits for all work of the device.
+    /// Lets the watch of [`keep_free`](Self::keep_free) wait for queued work, and release pinned
+    /// memory, although the driver then waits for all work of the device.
     #[must_use]
     pub fn keep_free_may_stall(mut self) -> Self {
         self.keep_free_may_stall = true;

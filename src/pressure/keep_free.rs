@@ -3,8 +3,7 @@
 //!
 //! When less is free, the pool and all others that hold memory of the device under the same budgets
 //! are asked to release some, the cheapest first ([`DevicePool::give_back`]). There is no time to
-//! wait for work of the device. So segments of devices without virtual memory mapping, and pinned
-//! memory, are kept unless stalls are allowed.
+//! wait for work of the device. So pinned memory is kept unless stalls are allowed.
 
 use super::{
     Ceiling,

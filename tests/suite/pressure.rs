@@ -12,7 +12,7 @@ use aquifer::{
     budget::{Charge, Level, Offer, Reclaim},
     driver::Call,
     pressure::{DevicePressure, HostWatch},
-    sim::{DeviceConfig, Sim, SimConfig},
+    sim::Sim,
 };
 use aquifer_host::kernel::{Faults, Kernel, SystemCall};
 use std::{
@@ -265,32 +265,6 @@ fn memory_whose_release_fails_is_offered_again() {
     eventually(|| free(&driver) >= GIB);
     assert_eq!(seen(&rt).ended, None);
     assert_silent(&sim);
-}
-
-#[test]
-fn a_device_whose_frees_wait_for_it_gives_nothing_back_unless_it_may() {
-    for may_stall in [false, true] {
-        let mut config = SimConfig::h200(1);
-        config.devices = vec![DeviceConfig::without_virtual_memory()];
-        config.capacity = Some(4 * GIB);
-        let sim = Sim::new(config);
-        let driver = sim.driver();
-        let builder =
-            Runtime::builder().driver(sim.driver()).pinned(small()).pinned_budget(64 << 20);
-        let builder = builder.device_budget(4 * GIB).keep_free(GIB);
-        let rt = if may_stall { builder.keep_free_may_stall() } else { builder }.build().unwrap();
-        drop(blocks(rt.device(0).unwrap(), 2 * GIB));
-        neighbour(&driver, 3 * GIB / 2);
-        if may_stall {
-            eventually(|| free(&driver) >= GIB);
-        } else {
-            eventually(|| seen(&rt).missing > 0);
-            let before = seen(&rt).looks;
-            eventually(|| seen(&rt).looks > before + 3);
-            assert!(seen(&rt).given_back == 0 && free(&driver) <= GIB / 2);
-            assert_eq!(driver.calls().get(Call::MemFree), 0);
-        }
-    }
 }
 
 #[test]

@@ -60,8 +60,7 @@ pub struct PoolConfig {
     ///
     /// A wait for the whole device begins in this time, but may end later: the driver has no such
     /// wait with a deadline. An allocation makes one for memory whose work nothing else can prove
-    /// to be done ([`Block`](crate::Block) has an example), and to release memory on a device
-    /// without virtual memory.
+    /// to be done ([`Block`](crate::Block) has an example).
     pub wait: Duration,
     /// Bytes of every physical handle, rounded up to the device's granularity. 0 selects from the
     /// granularity, usually 2 MiB, up to 64 MiB, by how much memory is held and left to take.
@@ -106,9 +105,6 @@ pub struct PoolConfig {
     /// Memory that was given back for this bound and taken again is kept on top of it, so that a
     /// loop pays once. This ends with the next trim to fewer bytes than are held.
     ///
-    /// Devices without virtual memory wait for the device when memory goes back, so only a trim
-    /// applies the bound there.
-    ///
     /// Default: `u64::MAX`, which keeps all.
     pub release_threshold: u64,
     /// Bytes taken from the driver and mapped when the pool is opened, which takes about 1 ms a
@@ -123,8 +119,7 @@ pub struct PoolConfig {
     /// first. The next blocks there come from a slow path, which makes no memory call. Makes no
     /// driver call and never waits. A request served by a stream's cache does not check the bound.
     ///
-    /// Only on devices with virtual memory: elsewhere other streams take whole segments or
-    /// nothing. Default: `u64::MAX`, which is no cap.
+    /// Only on devices with virtual memory. Default: `u64::MAX`, which is no cap.
     pub stream_cache: u64,
     /// The file of a plan: the pool serves the blocks of a recorded program at the places that
     /// `aquifer plan` found for them. One range of exactly the plan's size, rounded up to the
@@ -170,7 +165,8 @@ pub struct PoolConfig {
     /// Maximum number of streams leased at once.
     pub streams: u32,
     /// Makes each block an allocation of its own from the driver. This is slow, but visible to
-    /// memory checkers. Default: `false`.
+    /// memory checkers. Default: `false`, but devices without virtual memory mapping have nothing
+    /// else.
     pub bypass: bool,
     /// The checks of blocks. Default: none, which costs nothing. The environment can enable checks
     /// too.

@@ -23,7 +23,8 @@ use crate::{
 };
 use aquifer_core::{
     Budget, Charge, DeviceId, DriverError, MemoryError, OpaqueBlock, OutOfMemory, PoolStats,
-    Result, Tag, budget::HookRegistration,
+    Result, Tag,
+    budget::{Holding, HookRegistration},
 };
 use aquifer_driver::{DeviceRange, Driver, Ownership, site};
 use aquifer_status::{PoolFigures, PoolKind, PoolSlot, tightest_limit};
@@ -256,7 +257,9 @@ impl<S: DriverSource> DriverAllocator<S> {
             let mut state = self.state();
             state.freed.remove(address);
             if let Some(by_tag) = &mut state.by_tag {
-                by_tag.of_mut(request.owner()).bytes += request.size();
+                let holding = by_tag.of_mut(request.owner());
+                (holding.bytes, holding.blocks) =
+                    (holding.bytes + request.size(), holding.blocks + 1);
             }
             state.usage.record_alloc(request.size(), request.size());
             if self.source.reserved().is_none() {
@@ -306,6 +309,7 @@ impl<S: DriverSource> DriverAllocator<S> {
         let stats = self.stats();
         (full.live, full.cached) = (stats.live, stats.cached);
         (full.pending, full.physical) = (stats.pending, stats.physical);
+        full.holders = self.holdings();
         MemoryError::OutOfMemory(Box::new(full))
     }
 
@@ -330,6 +334,20 @@ impl<S: DriverSource> DriverAllocator<S> {
             }
             allocated = self.source.allocate(stream, bytes);
         }
+    }
+
+    /// Returns what live blocks of each tag hold, most first, if that is counted.
+    fn holdings(&self) -> Vec<Holding> {
+        let state = self.state();
+        let mut holdings: Vec<Holding> = state
+            .by_tag
+            .iter()
+            .flat_map(TagHoldings::iter)
+            .filter(|h| h.bytes > 0)
+            .copied()
+            .collect();
+        holdings.sort_by_key(|holding| std::cmp::Reverse(holding.bytes));
+        holdings
     }
 
     /// Returns the bytes that live blocks of this tag hold, or 0 if that is not counted.
@@ -453,7 +471,8 @@ impl<S: DriverSource> ReleaseBlock for DriverAllocator<S> {
             let mut state = self.state();
             state.freed.insert(block.address);
             if let Some(by_tag) = &mut state.by_tag {
-                by_tag.of_mut(block.tag).bytes -= block.bytes;
+                let holding = by_tag.of_mut(block.tag);
+                (holding.bytes, holding.blocks) = (holding.bytes - block.bytes, holding.blocks - 1);
             }
             state.usage.record_free(block.bytes, block.bytes);
             state.pending += block.bytes;

@@ -163,7 +163,8 @@
 //! | retiring: dropped stable blocks, decommitted elements, memory of ended graphs | no | once its work is done and no registration keeps the address | `pending` |
 //! | stranded: the driver has refused the release | no | the release is tried again | `pending` |
 //!
-//! On devices without virtual memory nothing moves, and free memory is released in whole segments.
+//! On devices without virtual memory a pool caches nothing: each block is an allocation of the
+//! driver, as in [bypass mode](PoolConfig::bypass). There [`StreamOrdered`] is quicker.
 //!
 //! A freed block of a graph or of parkable memory that other streams may still use is `pending`
 //! too. That of a graph is then also part of `graphs`.

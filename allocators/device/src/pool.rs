@@ -14,11 +14,14 @@ mod warm;
 
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
-    base::{usage::LiveUsage, waits::begin_request},
+    base::{
+        usage::LiveUsage,
+        waits::{begin_request, deadline},
+    },
     checked::{BlockSource, CheckedPool},
     direct::Direct,
     environment::Environment,
-    physical::{Physical, mapped::Mapped, segments::Segments},
+    physical::mapped::Mapped,
     planned,
     pool_core::PoolCore,
     request::MAX_BYTES,
@@ -26,6 +29,7 @@ use crate::{
 };
 use aquifer_core::{
     Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result,
+    budget::Reclaim,
 };
 use aquifer_driver::{DeviceInfo, Driver, site};
 use aquifer_stream::{Stream, StreamPool};
@@ -146,19 +150,17 @@ impl DevicePool {
         config.check_retention(budget.limit(), maps)?;
         let slot = config.slot(&info)?;
         let accessors = config.accessors(&*driver, device, maps)?;
-        let physical: Box<dyn Physical> = if maps {
-            Box::new(Mapped::open(
-                &driver,
-                accessors.clone(),
-                info.memory,
-                slot,
-                config.handle_bytes > 0,
-                config.default_export(info.export_types),
-                budget.clone(),
-            )?)
-        } else {
-            Box::new(Segments::new(&driver, device, budget.clone()))
-        };
+        let physical = Mapped::open(
+            &driver,
+            accessors.clone(),
+            info.memory,
+            slot,
+            config.handle_bytes > 0,
+            config.default_export(info.export_types),
+            budget.clone(),
+        )?;
+        // Where nothing can be mapped, each block is an allocation of its own.
+        config.bypass |= !maps;
         let warm = config.warm_reserve;
         let core = PoolCore::new(driver, info, budget, config, physical, accessors);
         let PoolCore { driver, config, budget, .. } = &*core;
@@ -238,8 +240,7 @@ impl DevicePool {
     ///
     /// Makes no driver call if the stream's own cache serves the request. If not, a series of steps
     /// makes room. Of these, the reclaim from others, the waits for queued work, and the wait for
-    /// other threads' transfers may block. On a device without virtual memory, releasing memory
-    /// blocks too. See the crate's documentation.
+    /// other threads' transfers may block. See the crate's documentation.
     ///
     /// A request for no bytes gets an empty block, which takes no memory: see [`Block`].
     ///
@@ -300,7 +301,7 @@ impl DevicePool {
             }
             (None, Some(alloc_path)) => {
                 let _site = site::enter();
-                alloc_path.allocate(stream, request, None)?
+                alloc_path.allocate(self.core(), stream, request, None)?
             }
             (None, None) => self.core().allocate(stream, request)?,
         };
@@ -340,7 +341,7 @@ impl DevicePool {
             }
             (None, Some(alloc_path)) => {
                 let _site = site::enter();
-                alloc_path.allocate(stream, request, Some(held))?
+                alloc_path.allocate(self.core(), stream, request, Some(held))?
             }
             (None, None) => self.core().allocate_drawing(stream, request, held, request.size())?,
         };
@@ -510,13 +511,22 @@ impl AllocPath {
     #[track_caller]
     fn allocate(
         &self,
+        core: &PoolCore,
         stream: &Stream,
         request: Request,
         drawn: Option<&Mutex<Reservation>>,
     ) -> Result<Block> {
         match self {
             Self::Direct(direct) => {
-                draw_and_allocate(&**direct, stream, request, drawn, request.size())
+                let bytes = request.size();
+                match draw_and_allocate(&**direct, stream, request, drawn, bytes) {
+                    // The pool's dedicated memory may have the room.
+                    Err(MemoryError::OutOfMemory(_)) => {
+                        Reclaim::reclaim(core, bytes, deadline(core.config.wait));
+                        direct.allocate(stream, request).map_err(|error| core.add_own(error))
+                    }
+                    allocated => allocated,
+                }
             }
             Self::Checked(checked) => checked.allocate(stream, request, drawn),
         }

@@ -23,7 +23,7 @@ use crate::{
     },
     dedicated::DedicatedPool,
     peaks::{CacheList, PoolPeaks},
-    physical::Physical,
+    physical::mapped::Mapped,
     publisher::PoolPublisher,
     retention::Retention,
     sharing_policy::SharingPolicy,
@@ -60,7 +60,7 @@ pub(crate) struct PoolCore {
     pub(crate) driver: Arc<dyn Driver>,
     pub(crate) info: DeviceInfo,
     streams: StreamPool,
-    pub(crate) physical: Box<dyn Physical>,
+    pub(crate) physical: Mapped,
     pub(crate) budget: Budget,
     /// Dedicated memory: stable blocks and reserved elements.
     pub(crate) dedicated: Arc<DedicatedPool>,
@@ -182,12 +182,12 @@ impl PoolCore {
         info: DeviceInfo,
         budget: Budget,
         config: PoolConfig,
-        physical: Box<dyn Physical>,
+        physical: Mapped,
         accessors: Arc<[DeviceId]>,
     ) -> Arc<Self> {
         let observed = driver.observer().is_some();
         let slow = config.bypass || config.debug.is_on() || observed || config.recorder.is_some();
-        let sharing = physical.is_mapped() && config.adoption != Adoption::Never;
+        let sharing = config.adoption != Adoption::Never;
         let status = PoolPublisher::new(&*driver, &info, config.debug.is_on());
         let caches = Arc::<CacheList>::default();
         let peaks = PoolPeaks::new(caches.clone(), !config.bypass && !config.debug.is_on());

@@ -1,8 +1,8 @@
 //! The slow allocation path: the steps, in order, when a stream's own cache has no room.
 //!
 //! After each step the request is tried again, and the cheapest steps come first. Steps 5 to 7 may
-//! block, and so may the wait for transfers of other threads. On devices without virtual memory the
-//! release of memory blocks. No lock is held over any step:
+//! After each step the request is tried again, and the cheapest steps come first. Steps 5 to 7 may
+//! block, and so may the wait for transfers of other threads. No lock is held over any step:
 //!
 //! 1. release this stream's own freed blocks that other streams have finished with;
 //! 2. record an event behind each stream whose free memory has none yet, and behind the users of
@@ -239,8 +239,7 @@ impl PoolCore {
         })
     }
 
-    /// Runs the steps that never block, except where a device without virtual memory takes memory
-    /// back.
+    /// Runs the steps that never block.
     fn make_room(
         self: &Arc<Self>,
         cache: &'static StreamCache,
@@ -262,11 +261,9 @@ impl PoolCore {
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
         let donors: &[&'static StreamCache] = if sharing { &caches } else { &own };
-        let mut collected = self.poll_fences(&pass, &caches, self.first_fence_scope())?;
+        let collected = self.poll_fences(&pass, &caches, self.first_fence_scope())?;
         progress.polled = true;
-        let (inherited, own_moves) = self.share_abandoned(&pass, &caches, cache);
-        collected += inherited;
-        progress.own_moves += own_moves;
+        progress.own_moves += self.share_abandoned(&pass, &caches);
         if self.retention.stream_cache < u64::MAX {
             progress.own_moves += self.physical.cap_caches(&caches, self.retention.stream_cache);
         }
@@ -380,9 +377,6 @@ impl PoolCore {
         pieces: Granularity,
         progress: &mut Progress<'_>,
     ) -> Option<Block> {
-        if !self.physical.is_mapped() {
-            return None;
-        }
         if self.sharing_policy.prefers_shared(request.size()) {
             self.physical.share_free(donors, self.sharing_policy.min_shared_extent());
             progress.own_moves += 1;

@@ -475,12 +475,6 @@ impl CacheState {
         let added = self.heap.add(range, stamp);
         debug_assert!(added.is_ok(), "a range without an owner is in the heap: {added:?}");
     }
-
-    /// As [`CacheState::add`], for memory whose ends no block may cross.
-    pub(crate) fn add_segment(&mut self, range: Range, stamp: u64) {
-        let added = self.heap.add_segment(range, stamp);
-        debug_assert!(added.is_ok(), "a range without an owner is in the heap: {added:?}");
-    }
 }
 
 impl CacheUsage {

@@ -128,6 +128,8 @@ impl Mapped {
     /// Reserves addresses for sixteen times the device's memory, or less if the process has not
     /// that many left. Addresses cost nothing, and a block needs them in one piece. The memory is
     /// on the first device of `accessors`, and all of them can access it.
+    ///
+    /// With slots of 0 bytes it reserves none, and never has memory.
     pub(crate) fn open(
         driver: &Arc<dyn Driver>,
         accessors: Arc<[DeviceId]>,
@@ -138,8 +140,11 @@ impl Mapped {
         budget: Budget,
     ) -> Result<Self> {
         let device = accessors[0];
-        let mut bytes = memory.saturating_mul(16).div_ceil(slot) * slot;
+        let mut bytes = if slot > 0 { memory.saturating_mul(16).div_ceil(slot) * slot } else { 0 };
         let base = loop {
+            if bytes == 0 {
+                break 0;
+            }
             match driver.address_reserve(device, bytes, slot) {
                 Ok(base) => break base,
                 Err(e) if e.is_out_of_memory() && bytes / 2 >= memory.max(slot) => {
@@ -154,12 +159,12 @@ impl Mapped {
             accessors,
             base,
             bytes,
-            slot,
+            slot: slot.max(1),
             fixed_handles,
             export,
             budget,
             held: Arc::default(),
-            slots: Mutex::new(Slots::new(bytes / slot)),
+            slots: Mutex::new(Slots::new(bytes / slot.max(1))),
             shared_free: Mutex::default(),
             scratch: Scratch::new(),
             moves_begun: AtomicU64::new(0),

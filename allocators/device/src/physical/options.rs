@@ -54,7 +54,7 @@ pub(crate) struct PlaceOutcome<'a> {
     /// Waits queued on the device.
     pub(crate) waits: u64,
     /// Moves that this call has begun, as
-    /// [`Physical::move_counts`](super::Physical::move_counts) counts them.
+    /// [`Mapped::move_counts`](super::mapped::Mapped::move_counts) counts them.
     pub(crate) own_moves: u64,
     /// Why no more could be taken from the driver.
     pub(crate) refused: Option<HandleError>,

@@ -59,7 +59,9 @@ impl Slots {
     /// Creates a table of `count` unclaimed slots.
     pub(crate) fn new(count: u64) -> Self {
         let mut slots = Self::default();
-        slots.free.insert(0, count);
+        if count > 0 {
+            slots.free.insert(0, count);
+        }
         slots
     }
 

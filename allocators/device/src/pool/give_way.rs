@@ -20,7 +20,7 @@ impl PoolCore {
         let pass = self.scratch.begin();
         let live: u64 =
             self.caches(&pass).iter().map(|cache| cache.with(|s| s.footprint().live)).sum();
-        let (held, unit) = (self.physical.held().now(), self.physical.unit());
+        let (held, unit) = (self.physical.held().now(), self.physical.slot());
         let idle = held.saturating_sub(live);
         // Memory that shares a handle with a live block is kept. The number is not rounded: a
         // reclaimer that failed is called again when it changes.
@@ -67,7 +67,7 @@ impl Reclaim for PoolCore {
     /// Returns whether each release waits for the device: on devices without virtual memory, and in
     /// bypass mode.
     fn waits(&self) -> bool {
-        !self.physical.is_mapped() || self.dedicated.is_plain()
+        self.dedicated.is_plain()
     }
 
     fn place(&self) -> Option<MemoryLocation> {

@@ -47,7 +47,7 @@ impl PoolCore {
     pub(crate) fn warm(&self, bytes: u64) -> Result<u64> {
         let taken = if bytes == 0 {
             0
-        } else if self.physical.is_mapped() && !self.config.bypass {
+        } else if !self.config.bypass {
             if let Some(error) = self.refuse_oversized(bytes, Tag::NONE) {
                 return Err(error);
             }

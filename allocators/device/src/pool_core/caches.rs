@@ -136,10 +136,8 @@ impl PoolCore {
         if caches.is_empty() {
             return;
         }
-        if self.physical.is_mapped() {
-            self.physical.share_free(&abandoned(&pass, &caches), 0);
-            self.physical.forget_done();
-        }
+        self.physical.share_free(&abandoned(&pass, &caches), 0);
+        self.physical.forget_done();
         for cache in caches {
             if let Some((idle, timeline)) = cache.unbind_if_idle() {
                 self.idle_caches().push(idle);
@@ -148,20 +146,15 @@ impl PoolCore {
         }
     }
 
-    /// Moves the free memory in the caches of streams without a lease to the shared free list, or
-    /// to `heir` on devices without virtual memory. Returns the bytes that `heir` got, and the
-    /// number of moves begun. Makes no driver call.
-    pub(crate) fn share_abandoned(
-        &self,
-        bump: &Bump,
-        caches: &[&'static StreamCache],
-        heir: &'static StreamCache,
-    ) -> (u64, u64) {
+    /// Moves the free memory in the caches of streams without a lease to the shared free list.
+    /// Returns the number of moves begun. Makes no driver call.
+    pub(crate) fn share_abandoned(&self, bump: &Bump, caches: &[&'static StreamCache]) -> u64 {
         let abandoned = abandoned(bump, caches);
         if abandoned.is_empty() {
-            return (0, 0);
+            return 0;
         }
-        self.physical.inherit(heir, &abandoned)
+        self.physical.share_free(&abandoned, 0);
+        1
     }
 }
 

@@ -60,7 +60,7 @@ impl PoolCore {
     /// Returns what step 2 of the slow path fences. Later steps wait on the device for memory that
     /// is not known to be done. A pool without such steps needs the proof at once.
     pub(crate) fn first_fence_scope(&self) -> FenceScope {
-        if self.physical.is_mapped() && self.config.adoption == Adoption::Wait {
+        if self.config.adoption == Adoption::Wait {
             FenceScope::Free
         } else {
             FenceScope::FreeAndPending

@@ -129,7 +129,7 @@ impl PoolCore {
     /// Enforces the release threshold, if this needs no waiting. A refused release is retried by
     /// the next trim.
     pub(crate) fn enforce_threshold(&self) {
-        if !self.physical.is_mapped() || self.retention.retains_all() {
+        if self.retention.retains_all() {
             return;
         }
         let pass = self.scratch.begin();

@@ -48,7 +48,7 @@ impl CacheHost for PoolCore {
     fn reclaim_cache(&self, cache: &'static StreamCache, timeline: &Timeline, heap: &Heap) {
         timeline.detach(self.key);
         self.unregister_cache(cache);
-        self.physical.take_back(&mut heap.free_extents().map(|e| e.range));
+        self.physical.take_back(heap.free_extents().map(|e| e.range));
     }
 
     fn leak_cache(&self, cache: &'static StreamCache, timeline: &Timeline) {

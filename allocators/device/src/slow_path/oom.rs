@@ -53,6 +53,18 @@ impl PoolCore {
         MemoryError::OutOfMemory(Box::new(error))
     }
 
+    /// Adds what the pool itself holds to the error of the driver's allocator, in bypass mode.
+    pub(crate) fn add_own(&self, error: MemoryError) -> MemoryError {
+        let MemoryError::OutOfMemory(mut full) = error else { return error };
+        full.graphs = self.stats().graphs;
+        self.dedicated
+            .holdings()
+            .into_iter()
+            .for_each(|holding| add_holding(&mut full.holders, holding));
+        full.holders.sort_by_key(|holding| std::cmp::Reverse(holding.bytes));
+        MemoryError::OutOfMemory(full)
+    }
+
     /// Returns an error for a request of `bytes` that exceeds the device's whole memory, or `None`
     /// for a smaller one. No memory is reclaimed for such a request.
     pub(crate) fn refuse_oversized(&self, bytes: u64, tag: Tag) -> Option<MemoryError> {
@@ -67,12 +79,11 @@ impl PoolCore {
     /// Returns whether other streams can now take parts of the free memory of a cache.
     fn can_give_parts(&self, state: &CacheState) -> bool {
         let done = || state.timeline().is_none_or(|timeline| timeline.is_done(state.last_free));
-        self.physical.is_mapped()
-            && match self.config.adoption {
-                Adoption::Never => false,
-                Adoption::DoneOnly => done(),
-                Adoption::Wait => true,
-            }
+        match self.config.adoption {
+            Adoption::Never => false,
+            Adoption::DoneOnly => done(),
+            Adoption::Wait => true,
+        }
     }
 
     /// Turns the refusal of `bytes` into the error of a request that found no room, where no other

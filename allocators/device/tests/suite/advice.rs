@@ -157,32 +157,30 @@ fn freeing_the_advised_amount_admits_the_request() {
 
 #[test]
 fn stable_memory_beside_a_live_block_in_each_handle_needs_neighbours_freed_or_a_higher_limit() {
-    // Handles of 2 MiB, and whole allocations of 32 MiB.
-    for (sim, handle) in [(mapping(), 2 * MIB), (plain(), 32 * MIB)] {
-        let (rig, above) = rig(sim, 256, 1024);
-        let (s, u) = (rig.stream(), rig.stream());
-        let mut live: Vec<_> = std::iter::from_fn(|| {
-            let request = Request::bytes(MIB);
-            rig.pool.alloc(&s, request).or_else(|_| rig.pool.alloc(&u, request)).ok()
-        })
-        .collect();
-        live.sort_by_key(|block| block.address());
-        // One in each handle.
-        let mut live: Vec<_> = live.into_iter().step_by((handle / MIB) as usize).collect();
-        assert_eq!(live.len() as u64, 256 * MIB / handle);
-        let error = refused(rig.pool.alloc_stable(&u, Request::bytes(1000)));
-        let free = 256 * MIB - live.len() as u64 * MIB;
-        assert!(
-            matches!(error.remedy(), Remedy::FreeWholeHandles { free: told, .. } if told == free),
-            "{error}"
-        );
-        follow(limits(&error.remedy()), &[&rig.budget, &above]);
-        drop(rig.pool.alloc_stable(&u, Request::bytes(1000)).unwrap());
-        rig.budget.set_limit(256 * MIB);
-        drop(live.pop());
-        drop(rig.pool.alloc_stable(&u, Request::bytes(1000)).unwrap());
-        rig.assert_silent();
-    }
+    let handle = 2 * MIB;
+    let (rig, above) = rig(mapping(), 256, 1024);
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut live: Vec<_> = std::iter::from_fn(|| {
+        let request = Request::bytes(MIB);
+        rig.pool.alloc(&s, request).or_else(|_| rig.pool.alloc(&u, request)).ok()
+    })
+    .collect();
+    live.sort_by_key(|block| block.address());
+    // One in each handle.
+    let mut live: Vec<_> = live.into_iter().step_by((handle / MIB) as usize).collect();
+    assert_eq!(live.len() as u64, 256 * MIB / handle);
+    let error = refused(rig.pool.alloc_stable(&u, Request::bytes(1000)));
+    let free = 256 * MIB - live.len() as u64 * MIB;
+    assert!(
+        matches!(error.remedy(), Remedy::FreeWholeHandles { free: told, .. } if told == free),
+        "{error}"
+    );
+    follow(limits(&error.remedy()), &[&rig.budget, &above]);
+    drop(rig.pool.alloc_stable(&u, Request::bytes(1000)).unwrap());
+    rig.budget.set_limit(256 * MIB);
+    drop(live.pop());
+    drop(rig.pool.alloc_stable(&u, Request::bytes(1000)).unwrap());
+    rig.assert_silent();
 }
 
 #[test]

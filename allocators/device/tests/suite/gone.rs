@@ -94,22 +94,6 @@ fn blocks_returned_after_their_stream_is_dropped_serve_other_streams() {
 }
 
 #[test]
-fn a_device_without_mappings_passes_on_the_segments_of_dropped_streams() {
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    let rig = Rig::on(Sim::new(config).symbolic(), 1024, |_| ());
-    let (u, (s, raw)) = (rig.stream(), adopt(&rig, StreamLifetime::Retired));
-    drop([take(&rig, &s, 40), take(&rig, &s, 40)]);
-    s.retire().unwrap();
-    destroy(&rig, raw);
-    let held = rig.pool.stats().physical;
-    let blocks = [take(&rig, &u, 40), take(&rig, &u, 40)];
-    assert_eq!(rig.pool.stats().physical, held);
-    blocks.iter().for_each(|block| write(&rig, &u, block));
-    rig.assert_silent();
-}
-
-#[test]
 fn memory_of_a_dropped_stream_is_reused_only_after_its_work() {
     for adoption in [Adoption::Wait, Adoption::DoneOnly] {
         let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 64, |config| {

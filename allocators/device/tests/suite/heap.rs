@@ -7,10 +7,7 @@ use crate::{
     support::{MIB, Rig},
 };
 use aquifer_device::Request;
-use aquifer_driver::{
-    Access, Call,
-    sim::{DeviceConfig, Sim, SimConfig},
-};
+use aquifer_driver::{Access, Call, sim::Sim};
 use aquifer_stream::Stream;
 
 #[test]
@@ -37,13 +34,9 @@ fn a_steady_state_of_blocks_shared_by_streams_allocates_nothing_on_the_host() {
     assert_eq!((alone, used), (0, 0));
 }
 
-/// Returns a pool with two streams and a 64 MiB limit, on a device with or without virtual memory.
-fn pool(maps: bool) -> (Rig, [Stream; 2]) {
-    let mut config = SimConfig::h200(1);
-    if !maps {
-        config.devices = vec![DeviceConfig::without_virtual_memory()];
-    }
-    let sim = Sim::new(config).symbolic();
+/// Returns a pool with two streams and a 64 MiB limit.
+fn pool() -> (Rig, [Stream; 2]) {
+    let sim = Sim::h200(1).symbolic();
     // The oracle does not track which block owns which bytes.
     sim.oracle(false);
     let rig = Rig::on(sim, 64, |_| ());
@@ -53,44 +46,39 @@ fn pool(maps: bool) -> (Rig, [Stream; 2]) {
 
 #[test]
 fn a_steady_state_search_for_memory_allocates_nothing_on_the_host() {
-    for maps in [true, false] {
-        let (rig, streams) = pool(maps);
-        // Freed blocks alternate with live ones, so no memory between them can be returned.
-        let block = |n: usize| rig.pool.alloc(&streams[n % 2], Request::bytes(64 << 10)).unwrap();
-        let mut blocks: Vec<_> = (0..900).map(block).collect();
-        let mut n = 0;
-        blocks.retain(|_| {
-            n += 1;
-            n % 4 < 2
-        });
-        streams.iter().for_each(|stream| stream.synchronize().unwrap());
-        rig.pool.trim(0).unwrap();
-        let held = rig.pool.physical();
-        let looked = asked(|| assert_eq!(rig.pool.trim(0).unwrap(), 0));
-        let told = asked(|| assert_eq!(rig.pool.stats().physical, held));
-        assert_eq!((looked, told), (0, 0), "maps {maps}");
-    }
+    let (rig, streams) = pool();
+    // Freed blocks alternate with live ones, so no memory between them can be returned.
+    let block = |n: usize| rig.pool.alloc(&streams[n % 2], Request::bytes(64 << 10)).unwrap();
+    let mut blocks: Vec<_> = (0..900).map(block).collect();
+    let mut n = 0;
+    blocks.retain(|_| {
+        n += 1;
+        n % 4 < 2
+    });
+    streams.iter().for_each(|stream| stream.synchronize().unwrap());
+    rig.pool.trim(0).unwrap();
+    let held = rig.pool.physical();
+    let looked = asked(|| assert_eq!(rig.pool.trim(0).unwrap(), 0));
+    let told = asked(|| assert_eq!(rig.pool.stats().physical, held));
+    assert_eq!((looked, told), (0, 0));
 }
 
 #[test]
 fn a_steady_state_release_of_memory_allocates_nothing_on_the_host() {
-    for maps in [true, false] {
-        let (rig, [s, u]) = pool(maps);
-        drop([&s, &u, &s].map(|on| rig.pool.alloc(on, Request::bytes(4 * MIB)).unwrap()));
-        [&s, &u].iter().for_each(|stream| stream.synchronize().unwrap());
-        // Count up to the driver's call and after it. The call itself is not counted.
-        let call = if maps { Call::Unmap } else { Call::MemFree };
-        rig.sim.fail_every(call, 1, 999);
-        let tried = asked(|| assert!(rig.pool.trim(0).is_err()));
-        rig.sim.clear_failures();
-        assert!(rig.pool.trim(0).unwrap() >= 12 * MIB);
-        assert_eq!(tried, 0, "maps {maps}");
-    }
+    let (rig, [s, u]) = pool();
+    drop([&s, &u, &s].map(|on| rig.pool.alloc(on, Request::bytes(4 * MIB)).unwrap()));
+    [&s, &u].iter().for_each(|stream| stream.synchronize().unwrap());
+    // Count up to the driver's call and after it. The call itself is not counted.
+    rig.sim.fail_every(Call::Unmap, 1, 999);
+    let tried = asked(|| assert!(rig.pool.trim(0).is_err()));
+    rig.sim.clear_failures();
+    assert!(rig.pool.trim(0).unwrap() >= 12 * MIB);
+    assert_eq!(tried, 0);
 }
 
 #[test]
 fn a_steady_state_slow_path_allocates_nothing_on_the_host() {
-    let (rig, streams) = pool(true);
+    let (rig, streams) = pool();
     // All the memory that the limit allows: each stream has to take over what the other one freed.
     let taken = asked(|| {
         for stream in &streams {

@@ -5,10 +5,7 @@
 use crate::support::{MIB, Rig, range};
 use aquifer_core::MemoryError;
 use aquifer_device::{Adoption, Block, Offer, PoolConfig, Reclaim, Request};
-use aquifer_driver::{
-    Access, Call,
-    sim::{DeviceConfig, Sim, SimConfig},
-};
+use aquifer_driver::{Access, Call, sim::Sim};
 use aquifer_stream::Stream;
 use std::{
     sync::{
@@ -392,21 +389,6 @@ fn an_isolated_stream_is_served_by_its_cache_near_the_limit() {
         drop(take(&rig, &s, mib));
     }
     assert_eq!(all_calls(&rig), before);
-}
-
-#[test]
-fn a_device_without_mappings_serves_a_stream_from_its_cache_near_the_limit() {
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    let rig = Rig::on(Sim::new(config).symbolic(), 128, |config| config.wait = Duration::ZERO);
-    let (s, u) = (rig.stream(), rig.stream());
-    let _others = take(&rig, &u, 50);
-    drop(take(&rig, &s, 50));
-    assert!(rig.pool.alloc(&s, Request::bytes(100 * MIB)).is_err(), "no segment is so long");
-    let held = rig.budget.used();
-    let again = take(&rig, &s, 40);
-    assert_eq!((again.capacity(), rig.budget.used()), (40 * MIB, held));
-    rig.assert_silent();
 }
 
 #[test]

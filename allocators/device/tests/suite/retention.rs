@@ -200,24 +200,6 @@ fn a_failed_release_fails_no_request_and_loses_no_byte() {
 }
 
 #[test]
-fn a_device_without_mappings_enforces_the_threshold_only_at_a_trim() {
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    let rig =
-        Rig::on(Sim::new(config).symbolic(), 512, |config| config.release_threshold = 32 * MIB);
-    let (s, u) = (rig.stream(), rig.stream());
-    drop([take(&rig, &s, 40), take(&rig, &s, 40)]);
-    let live = take(&rig, &u, 60);
-    assert_eq!(rig.sim.driver().calls().get(Call::MemFree), 0);
-    drop(live);
-    s.synchronize().unwrap();
-    u.synchronize().unwrap();
-    rig.pool.trim(u64::MAX).unwrap();
-    assert!(rig.pool.stats().physical <= 32 * MIB);
-    assert!(rig.sim.driver().calls().get(Call::MemFree) > 0);
-}
-
-#[test]
 fn a_warm_reserve_is_mapped_ahead_and_serves_any_stream_without_a_memory_call() {
     let rig = rig(256, |config| config.warm_reserve = 63 * MIB);
     assert_eq!((rig.pool.stats().physical, rig.budget.used()), (64 * MIB, 64 * MIB));
@@ -415,55 +397,44 @@ fn a_loop_over_its_cap_makes_no_memory_call_after_its_second_round() {
     }
 }
 
-/// Returns a pool on a device with mappings and one on a device without them.
-fn on_each_device() -> [Rig; 2] {
-    [DeviceConfig::h200(), DeviceConfig::without_virtual_memory()].map(|device| {
-        let mut config = SimConfig::h200(1);
-        config.devices = vec![device];
-        Rig::on(Sim::new(config).symbolic(), 1024, |_| ())
-    })
-}
-
 #[test]
 fn one_trim_releases_the_memory_of_a_dropped_stream() {
     for used_by_another in [false, true] {
-        for rig in on_each_device() {
-            let (s, u) = (rig.stream(), rig.stream());
-            let block = rig.bytes(&s, 1);
-            drop(s);
-            if used_by_another {
-                read(&u, &block);
-            }
-            let held = rig.pool.stats().physical;
-            assert_eq!(rig.pool.trim(0), Ok(0), "it is in use");
-            drop(block);
-            rig.sim.run_all();
-            assert_eq!(rig.pool.trim(0), Ok(held), "used by another: {used_by_another}");
-            assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
-            rig.assert_silent();
+        let rig = rig(1024, |_| ());
+        let (s, u) = (rig.stream(), rig.stream());
+        let block = rig.bytes(&s, 1);
+        drop(s);
+        if used_by_another {
+            read(&u, &block);
         }
+        let held = rig.pool.stats().physical;
+        assert_eq!(rig.pool.trim(0), Ok(0), "it is in use");
+        drop(block);
+        rig.sim.run_all();
+        assert_eq!(rig.pool.trim(0), Ok(held), "used by another: {used_by_another}");
+        assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
+        rig.assert_silent();
     }
 }
 
 #[test]
 fn one_trim_releases_blocks_kept_by_other_blocks() {
-    for rig in on_each_device() {
-        let (s, u) = (rig.stream(), rig.stream());
-        let stable = rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
-        let mut kept: Box<dyn Any + Send + Sync> = Box::new(stable);
-        // Each block is used by another stream, keeps the previous one, and lies in memory of its
-        // own.
-        for _ in 0..3 {
-            let mut block = take(&rig, &s, 40);
-            block.keep_until_free(kept);
-            block.prepare(&u, Access::Read).unwrap().finish().unwrap();
-            kept = Box::new(block);
-        }
-        let held = rig.pool.stats().physical;
-        drop(kept);
-        rig.sim.run_all();
-        assert_eq!(rig.pool.trim(0), Ok(held));
-        assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
-        rig.assert_silent();
+    let rig = rig(1024, |_| ());
+    let (s, u) = (rig.stream(), rig.stream());
+    let stable = rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
+    let mut kept: Box<dyn Any + Send + Sync> = Box::new(stable);
+    // Each block is used by another stream, keeps the previous one, and lies in memory of its
+    // own.
+    for _ in 0..3 {
+        let mut block = take(&rig, &s, 40);
+        block.keep_until_free(kept);
+        block.prepare(&u, Access::Read).unwrap().finish().unwrap();
+        kept = Box::new(block);
     }
+    let held = rig.pool.stats().physical;
+    drop(kept);
+    rig.sim.run_all();
+    assert_eq!(rig.pool.trim(0), Ok(held));
+    assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
+    rig.assert_silent();
 }

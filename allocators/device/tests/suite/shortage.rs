@@ -49,38 +49,16 @@ fn idle_memory_last_used_on_another_stream_is_reclaimed_from_a_neighbour() {
 
 #[test]
 fn one_trim_releases_memory_last_used_on_another_stream() {
-    for sim in [Sim::h200(1), plain()] {
-        let rig = Rig::on(sim, 64, |_| ());
-        let _streams = leave_a_block_that_another_stream_used(&rig.pool, 30 * MIB);
-        rig.pool.trim(0).unwrap();
-        assert_eq!((rig.budget.used(), rig.pool.stats().physical), (0, 0));
-        rig.assert_silent();
-    }
-}
-
-#[test]
-fn one_trim_releases_segments_that_a_stream_inherited() {
-    let rig = Rig::on(plain(), 160, |_| ());
-    let s = rig.stream();
-    {
-        let gone = rig.stream();
-        drop(rig.pool.alloc(&gone, Request::bytes(40 * MIB)).unwrap());
-        gone.synchronize().unwrap();
-    }
-    let kept = rig.pool.alloc(&s, Request::bytes(30 * MIB)).unwrap();
-    drop(rig.pool.alloc(&s, Request::bytes(60 * MIB)).unwrap());
-    s.synchronize().unwrap();
-    rig.pool.trim(0).unwrap();
-    assert_eq!(rig.budget.used(), rig.pool.stats().physical);
-    drop(kept);
+    let rig = Rig::on(Sim::h200(1), 64, |_| ());
+    let _streams = leave_a_block_that_another_stream_used(&rig.pool, 30 * MIB);
     rig.pool.trim(0).unwrap();
     assert_eq!((rig.budget.used(), rig.pool.stats().physical), (0, 0));
     rig.assert_silent();
 }
 
 /// Returns a pool with 40 MiB idle whose limit was then lowered to 24 MiB.
-fn over_its_limit(sim: Sim) -> Rig {
-    let rig = Rig::on(sim, 64, |config| config.wait = Duration::ZERO);
+fn over_its_limit() -> Rig {
+    let rig = Rig::on(Sim::h200(1), 64, |config| config.wait = Duration::ZERO);
     drop(rig.pool.alloc(&rig.stream(), Request::bytes(40 * MIB)).unwrap());
     assert!(rig.budget.set_limit(24 * MIB) >= 16 * MIB);
     rig
@@ -88,18 +66,16 @@ fn over_its_limit(sim: Sim) -> Rig {
 
 #[test]
 fn a_limit_lowered_below_idle_memory_refuses_no_stable_block() {
-    for sim in [Sim::h200(1), plain()] {
-        let rig = over_its_limit(sim);
-        let s = rig.stream();
-        let _block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
-        assert!(rig.budget.used() <= 24 * MIB);
-        rig.assert_silent();
-    }
+    let rig = over_its_limit();
+    let s = rig.stream();
+    let _block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    assert!(rig.budget.used() <= 24 * MIB);
+    rig.assert_silent();
 }
 
 #[test]
 fn a_limit_lowered_below_idle_memory_refuses_no_reserved_memory() {
-    let rig = over_its_limit(Sim::h200(1));
+    let rig = over_its_limit();
     let s = rig.stream();
     let mut memory: Reserved<u8> = rig.pool.reserve(&s, 8 << 20).unwrap();
     memory.commit_to(2 << 20).unwrap();
@@ -109,7 +85,7 @@ fn a_limit_lowered_below_idle_memory_refuses_no_reserved_memory() {
 
 #[test]
 fn a_limit_lowered_below_idle_memory_refuses_no_parkable_block() {
-    let rig = over_its_limit(Sim::h200(1));
+    let rig = over_its_limit();
     let s = rig.stream();
     let parkable = rig.pool.parkable(Tag::named("weights")).unwrap();
     let _block = parkable.alloc(&s, Request::bytes(2 * MIB)).unwrap();
@@ -120,16 +96,14 @@ fn a_limit_lowered_below_idle_memory_refuses_no_parkable_block() {
 #[test]
 #[expect(unsafe_code, reason = "captures a graph")]
 fn a_limit_lowered_below_idle_memory_refuses_no_graph_memory() {
-    for sim in [Sim::h200(1), plain()] {
-        let rig = over_its_limit(sim);
-        let s = rig.stream();
-        let graphs = rig.pool.graph_pool().unwrap();
-        // SAFETY: 1. and 2. the captured work touches nothing.
-        let made = unsafe { graphs.capture(&s, |s| rig.pool.alloc(s, Request::bytes(2 * MIB))) };
-        assert!(made.is_ok(), "{}", made.err().unwrap());
-        assert!(rig.budget.used() <= 24 * MIB);
-        rig.assert_silent();
-    }
+    let rig = over_its_limit();
+    let s = rig.stream();
+    let graphs = rig.pool.graph_pool().unwrap();
+    // SAFETY: 1. and 2. the captured work touches nothing.
+    let made = unsafe { graphs.capture(&s, |s| rig.pool.alloc(s, Request::bytes(2 * MIB))) };
+    assert!(made.is_ok(), "{}", made.err().unwrap());
+    assert!(rig.budget.used() <= 24 * MIB);
+    rig.assert_silent();
 }
 
 #[test]

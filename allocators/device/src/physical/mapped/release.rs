@@ -109,17 +109,6 @@ impl Mapped {
         self.free_ranges(bump, donors, None, Readiness::Completed, reach)
     }
 
-    /// Returns the mean size of the held handles in bytes.
-    pub(crate) fn mean_handle(&self) -> u64 {
-        let count = self.slots().count();
-        self.held.now().checked_div(count).unwrap_or(0).max(self.slot)
-    }
-
-    /// Returns the bytes of handles for any block of `bytes` where nothing is mapped.
-    pub(crate) fn handle_bytes(&self, bytes: u64) -> u64 {
-        bytes.next_multiple_of(self.slot)
-    }
-
     /// Takes the ranges of a retired cache. All work of its stream has been waited for.
     pub(crate) fn take_back(&self, ranges: impl Iterator<Item = Range>) {
         let pass = self.scratch.begin();
@@ -163,6 +152,9 @@ fn count_stranded<'a>(mappings: impl Iterator<Item = &'a Mapping>) -> Vec<Strand
 
 impl Drop for Mapped {
     fn drop(&mut self) {
+        if self.bytes == 0 {
+            return;
+        }
         let slots = self.slots.get_mut().unwrap_or_else(PoisonError::into_inner);
         let leaked = self.leaked.load(Ordering::Relaxed);
         // Work that cannot be waited for may use some of it. That part stays mapped and charged for

@@ -65,7 +65,7 @@ fn gpu(gpu: &Gpu, findings: &mut Vec<Finding>) {
     let segments = if info.virtual_memory {
         "a caching pool whose memory moves to where it is needed"
     } else {
-        "a caching pool of plain segments"
+        "an allocation of the driver for each block, since it cannot map memory"
     };
     findings.push(Finding::gets(format!("memory of {device}: {segments}{most}")));
     let [works, refused] = transports::lines(info, &gpu.transports);
