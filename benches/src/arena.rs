@@ -74,8 +74,6 @@ pub(crate) fn run(
     let place = Place::choose(device).map_err(BenchError::Place)?;
     let pace = Pace::of(rows.quick);
     let Session { driver, device, .. } = place.begin();
-    let version =
-        driver.driver_version().map_err(|e| BenchError::Device(MemoryError::driver(device, e)))?;
     let topology = Topology::read().map_err(|e| BenchError::Device(MemoryError::from(e)))?;
     let host = Host::new(topology, Kernel::new());
     let host = match &place {
@@ -95,7 +93,7 @@ pub(crate) fn run(
         let peer = row.peer.as_ref().map(|peer| peer.name.as_str());
         FOR_WORK.iter().position(|name| Some(*name) == peer)
     });
-    Ok(sheet.report("arena", &place, version, rows.quick))
+    sheet.report("arena", &place, rows.quick)
 }
 
 /// The state of a benchmark.

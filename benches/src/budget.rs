@@ -14,10 +14,10 @@ mod state;
 
 use crate::{
     device::{
-        lane::{Lane, crew},
-        source::{Malloc, Source},
+        lane::crew_of,
+        source::{CallSource, Malloc, Source},
     },
-    lap::{Contender, Pace, contest, repeat},
+    lap::{Contender, Pace, repeat},
     report::BenchReport,
     row::Unit,
     settings::RowSelection,
@@ -28,8 +28,8 @@ use aquifer_console::{
     progress::ProgressLine,
 };
 use aquifer_core::{
-    Budget, Charge, MemoryError, OutOfBudget, Result,
-    budget::{BudgetLease, Leased, Offer, Reclaim},
+    Budget, Charge, OutOfBudget, Result,
+    budget::{Leased, Offer, Reclaim},
 };
 use state::BudgetBench;
 use std::{
@@ -73,32 +73,21 @@ fn groups() -> [RowGroup<BudgetBench>; 5] {
 /// [`BenchError`], before anything is measured.
 pub(crate) fn run(rows: &RowSelection) -> std::result::Result<BenchReport, BenchError> {
     let place = Place::choose(DeviceChoice::Sim).map_err(BenchError::Place)?;
-    let session = place.begin();
-    let lost = |e| BenchError::Device(MemoryError::driver(session.device, e));
-    let version = session.driver.driver_version().map_err(lost)?;
     let pace = Pace::of(rows.quick);
     let mut bench = BudgetBench { pace, sheet: Sheet::new(rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &groups(), &mut ProgressLine::on_terminal())?;
-    Ok(bench.sheet.report("budget", &place, version, rows.quick))
+    bench.sheet.report("budget", &place, rows.quick)
 }
 
 impl BudgetBench {
     /// Adds a row of pairs, compared with malloc.
     fn beside_malloc<'c>(&mut self, name: &str, own: Contender<'c>) {
         if self.sheet.wants(name) {
-            let [own, malloc] = self.turns(name, own, pairs_of(vec![Malloc]));
-            self.sheet.add(name, Unit::NsPerPair, own, Some((MALLOC, malloc)));
+            let malloc = Some(pairs_of(vec![Malloc]));
+            let (own, malloc) = self.sheet.compete(self.pace, name, own, malloc);
+            let malloc = malloc.map(|malloc| (MALLOC, malloc.over_all * 2.0));
+            self.sheet.add(name, Unit::NsPerPair, own.over_all * 2.0, malloc);
         }
-    }
-
-    /// Lets two contenders take turns. Returns the medians in nanoseconds per pair.
-    fn turns<'c>(&mut self, name: &str, own: Contender<'c>, peer: Contender<'c>) -> [f64; 2] {
-        let mut outcomes = contest(self.pace, vec![own, peer]).into_iter();
-        [(); 2].map(|()| {
-            let mut outcome = outcomes.next().unwrap_or_default();
-            self.sheet.note(name, std::mem::take(&mut outcome.failed));
-            outcome.over_all * 2.0
-        })
     }
 }
 
@@ -115,54 +104,18 @@ where
     S: Source + Send + 'a,
     S::Held: Send,
 {
-    let mut lanes: Vec<_> = sources.into_iter().map(Lane::new).collect();
-    Box::new(move |pairs| crew(&mut lanes, 2 * pairs, |_, lane| lane.pairs(BYTES, pairs)))
+    crew_of(sources, BYTES, &[])
 }
 
 /// Charges to a budget.
-struct Charged(Budget);
-
-impl Source for Charged {
-    type Held = Charge;
-    type Refused = OutOfBudget;
-
-    #[inline]
-    fn take(&self, bytes: u64) -> std::result::Result<Charge, OutOfBudget> {
-        self.0.charge(bytes)
-    }
-
-    #[inline]
-    fn give(&self, held: Charge) -> std::result::Result<(), OutOfBudget> {
-        drop(held);
-        Ok(())
-    }
-
-    fn rest(&self) -> std::result::Result<(), OutOfBudget> {
-        Ok(())
-    }
+fn charged(budget: Budget) -> impl Source<Held = Charge> + Send {
+    CallSource(move |bytes| budget.charge(bytes))
 }
 
 /// Charges to a lease.
-struct Leasing(BudgetLease);
-
-impl Source for Leasing {
-    type Held = Leased;
-    type Refused = OutOfBudget;
-
-    #[inline]
-    fn take(&self, bytes: u64) -> std::result::Result<Leased, OutOfBudget> {
-        self.0.charge(bytes)
-    }
-
-    #[inline]
-    fn give(&self, held: Leased) -> std::result::Result<(), OutOfBudget> {
-        drop(held);
-        Ok(())
-    }
-
-    fn rest(&self) -> std::result::Result<(), OutOfBudget> {
-        Ok(())
-    }
+fn leased(budget: Budget) -> impl Source<Held = Leased> + Send {
+    let lease = budget.lease(GRAIN);
+    CallSource(move |bytes| lease.charge(bytes))
 }
 
 fn levels(levels: usize) -> String {
@@ -177,12 +130,9 @@ fn pair_names(_: &BudgetBench) -> Vec<String> {
 fn pairs(bench: &mut BudgetBench) -> Result<()> {
     let names = pair_names(bench);
     for (name, n) in names.iter().zip(1..=NAMES.len()) {
-        bench.beside_malloc(name, pairs_of(vec![Charged(tree(n))]));
+        bench.beside_malloc(name, pairs_of(vec![charged(tree(n))]));
     }
-    bench.beside_malloc(
-        &names[NAMES.len()],
-        pairs_of(vec![Leasing(tree(NAMES.len()).lease(GRAIN))]),
-    );
+    bench.beside_malloc(&names[NAMES.len()], pairs_of(vec![leased(tree(NAMES.len()))]));
     Ok(())
 }
 
@@ -194,60 +144,24 @@ fn reserve_names(_: &BudgetBench) -> Vec<String> {
     ]
 }
 
-/// Reserves bytes, draws all of them and releases them, as a pair.
-struct Reserving(Budget);
-
-impl Source for Reserving {
-    type Held = Charge;
-    type Refused = OutOfBudget;
-
-    fn take(&self, bytes: u64) -> std::result::Result<Charge, OutOfBudget> {
-        self.0.reserve(bytes)?.draw(bytes)
-    }
-
-    fn give(&self, held: Charge) -> std::result::Result<(), OutOfBudget> {
-        drop(held);
-        Ok(())
-    }
-
-    fn rest(&self) -> std::result::Result<(), OutOfBudget> {
-        Ok(())
-    }
-}
-
-/// A budget that refuses every charge, as intended here.
-struct Refusing(Budget);
-
-impl Source for Refusing {
-    type Held = ();
-    type Refused = OutOfBudget;
-
-    fn take(&self, bytes: u64) -> std::result::Result<(), OutOfBudget> {
-        let refused = self.0.charge(LIMIT - bytes);
-        black_box(&refused);
-        Ok(())
-    }
-
-    fn give(&self, (): ()) -> std::result::Result<(), OutOfBudget> {
-        Ok(())
-    }
-
-    fn rest(&self) -> std::result::Result<(), OutOfBudget> {
-        Ok(())
-    }
-}
-
 fn reserves(bench: &mut BudgetBench) -> Result<()> {
     let names = reserve_names(bench);
     let (lowest, full) = (tree(NAMES.len()), tree(NAMES.len()));
-    bench.beside_malloc(&names[0], pairs_of(vec![Reserving(lowest)]));
+    // Reserves bytes, draws all of them and releases them, as a pair.
+    let reserving = CallSource(move |bytes| lowest.reserve(bytes)?.draw(bytes));
+    bench.beside_malloc(&names[0], pairs_of(vec![reserving]));
     let root =
         std::iter::successors(full.parent(), Budget::parent).last().unwrap_or_else(|| full.clone());
     let _most = root.charge(LIMIT / 2)?;
-    bench.beside_malloc(&names[1], pairs_of(vec![Refusing(full)]));
+    // Refuses every charge, as intended here.
+    let refusing = CallSource(move |bytes| {
+        black_box(&full.charge(LIMIT - bytes));
+        Ok::<_, OutOfBudget>(())
+    });
+    bench.beside_malloc(&names[1], pairs_of(vec![refusing]));
     let guaranteed = tree(NAMES.len());
     guaranteed.set_guarantee(GRAIN)?;
-    bench.beside_malloc(&names[2], pairs_of(vec![Charged(guaranteed)]));
+    bench.beside_malloc(&names[2], pairs_of(vec![charged(guaranteed)]));
     Ok(())
 }
 
@@ -266,17 +180,15 @@ fn threads(bench: &mut BudgetBench) -> Result<()> {
     let tenants = || (0..THREADS).map(|_| pool.child(NAMES[NAMES.len() - 1], LIMIT));
     let alone = tree(1);
     let crews: [&dyn Fn() -> Contender<'static>; 3] = [
-        &|| pairs_of((0..THREADS).map(|_| Charged(alone.clone())).collect()),
-        &|| pairs_of(tenants().map(Charged).collect()),
-        &|| pairs_of(tenants().map(|tenant| Leasing(tenant.lease(GRAIN))).collect()),
+        &|| pairs_of((0..THREADS).map(|_| charged(alone.clone())).collect()),
+        &|| pairs_of(tenants().map(charged).collect()),
+        &|| pairs_of(tenants().map(leased).collect()),
     ];
     for (at, make) in crews.into_iter().enumerate() {
         if wanted(bench, at) {
-            let mut outcomes = contest(bench.pace.together(), vec![make()]);
-            let Some(mut outcome) = outcomes.pop() else { continue };
-            bench.sheet.note(&names[2 * at], std::mem::take(&mut outcome.failed));
-            bench.sheet.add(&names[2 * at], Unit::NsPerPair, outcome.over_all * 2.0, None);
-            bench.sheet.add(&names[2 * at + 1], Unit::NsPerPair, outcome.each * 2.0, None);
+            let rows = [&names[2 * at], &names[2 * at + 1]].map(Clone::clone);
+            let (own, _) = bench.sheet.compete(bench.pace.together(), &rows[0], make(), None);
+            bench.sheet.add_crew(&rows, Unit::NsPerPair, &own, None);
         }
     }
     Ok(())

@@ -75,8 +75,7 @@ pub(crate) fn run(
     let pace = Pace::of(rows.quick);
     let mut bench = DeviceBench::new(&place, pace, rows.only.as_deref(), driver)?;
     bench.measure(&mut progress)?;
-    let DeviceBench { sheet, version, .. } = bench;
-    Ok(sheet.report("device", &place, version, rows.quick))
+    bench.sheet.report("device", &place, rows.quick)
 }
 
 impl DeviceBench<'_> {

@@ -52,8 +52,7 @@ pub(crate) fn run(device: DeviceChoice, rows: &RowSelection) -> Result<BenchRepo
     let pace = Pace::of(rows.quick);
     let mut bench = PinnedBench::new(&place, pace, rows.only.as_deref())?;
     bench.measure(&mut progress)?;
-    let PinnedBench { sheet, version, .. } = bench;
-    Ok(sheet.report("pinned", &place, version, rows.quick))
+    bench.sheet.report("pinned", &place, rows.quick)
 }
 
 impl PinnedBench<'_> {

@@ -11,22 +11,22 @@ mod state;
 
 use crate::{
     budget::pairs_of,
-    device::source::Source,
-    lap::{Contender, Pace, contest},
+    device::source::{CallSource, Source},
+    lap::{Contender, Pace},
     report::BenchReport,
     row::Unit,
     settings::RowSelection,
     sheet::{BenchError, RowGroup, Sheet, measure},
 };
 use aquifer::{
-    DeviceId, Group as Shards, Lease, PlaceError, PlacementRequest, Placer, Policy, Runtime,
+    DeviceId, Group as Shards, Lease, PlacementRequest, Placer, Policy, Runtime,
     placement::{Candidate, key_of},
 };
 use aquifer_console::{
     place::{DeviceChoice, Place as Machine},
     progress::ProgressLine,
 };
-use aquifer_core::{MemoryError, Result};
+use aquifer_core::Result;
 use state::{PlacementBench, over, simulated};
 use std::{
     convert::Infallible,
@@ -59,27 +59,20 @@ fn groups() -> [RowGroup<PlacementBench>; 4] {
 /// [`BenchError`], before anything is measured.
 pub(crate) fn run(rows: &RowSelection) -> std::result::Result<BenchReport, BenchError> {
     let machine = Machine::choose(DeviceChoice::Sim).map_err(BenchError::Place)?;
-    let session = machine.begin();
-    let lost = |e| BenchError::Device(MemoryError::driver(session.device, e));
-    let version = session.driver.driver_version().map_err(lost)?;
     let pace = Pace::of(rows.quick);
     let mut bench = PlacementBench { pace, sheet: Sheet::new(rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &groups(), &mut ProgressLine::on_terminal())?;
-    Ok(bench.sheet.report("placement", &machine, version, rows.quick))
+    bench.sheet.report("placement", &machine, rows.quick)
 }
 
 impl PlacementBench {
     /// Adds a row compared with the hand-written peer over as many devices.
     fn beside_by_hand(&mut self, name: &str, own: Contender<'_>, devices: u32) {
-        let peer = pairs_of(vec![ByHand::new(devices)]);
-        let mut outcomes = contest(self.pace, vec![own, peer]).into_iter();
-        let mut next = || {
-            let mut outcome = outcomes.next().unwrap_or_default();
-            self.sheet.note(name, std::mem::take(&mut outcome.failed));
-            outcome.over_all * 2.0
-        };
-        let (own, peer) = (next(), next());
-        self.sheet.add(name, Unit::NsPerPair, own, Some((BY_HAND, peer)));
+        let by_hand = ByHand::new(devices);
+        let peer = Some(pairs_of(vec![&by_hand]));
+        let (own, peer) = self.sheet.compete(self.pace, name, own, peer);
+        let peer = peer.map(|peer| (BY_HAND, peer.over_all * 2.0));
+        self.sheet.add(name, Unit::NsPerPair, own.over_all * 2.0, peer);
     }
 }
 
@@ -106,56 +99,9 @@ fn runtime(devices: u32) -> Result<Runtime> {
 }
 
 /// Placement requests of one thread.
-struct Placing {
-    placer: Placer,
-    place: PlacementRequest,
-}
-
-impl Placing {
-    fn new(placer: Placer) -> Self {
-        Self { placer, place: PlacementRequest::bytes(BYTES).key(key_of(b"a session")) }
-    }
-}
-
-impl Source for Placing {
-    type Held = Lease;
-    type Refused = PlaceError;
-
-    #[inline]
-    fn take(&self, _bytes: u64) -> std::result::Result<Lease, PlaceError> {
-        self.placer.place(&self.place)
-    }
-
-    #[inline]
-    fn give(&self, held: Lease) -> std::result::Result<(), PlaceError> {
-        drop(held);
-        Ok(())
-    }
-
-    fn rest(&self) -> std::result::Result<(), PlaceError> {
-        Ok(())
-    }
-}
-
-/// Group requests of one thread.
-struct Sharding(Placer, Shards);
-
-impl Source for Sharding {
-    type Held = Vec<Lease>;
-    type Refused = PlaceError;
-
-    fn take(&self, _bytes: u64) -> std::result::Result<Vec<Lease>, PlaceError> {
-        self.0.place_group(&self.1)
-    }
-
-    fn give(&self, held: Vec<Lease>) -> std::result::Result<(), PlaceError> {
-        drop(held);
-        Ok(())
-    }
-
-    fn rest(&self) -> std::result::Result<(), PlaceError> {
-        Ok(())
-    }
+fn placing(placer: Placer) -> impl Source<Held = Lease> + Send {
+    let request = PlacementRequest::bytes(BYTES).key(key_of(b"a session"));
+    CallSource(move |_| placer.place(&request))
 }
 
 /// The hand-written peer.
@@ -167,7 +113,7 @@ impl ByHand {
     }
 }
 
-impl Source for ByHand {
+impl Source for &ByHand {
     type Held = (usize, u64);
     type Refused = Infallible;
 
@@ -182,10 +128,6 @@ impl Source for ByHand {
     #[inline]
     fn give(&self, (device, bytes): (usize, u64)) -> std::result::Result<(), Infallible> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)[device] += bytes;
-        Ok(())
-    }
-
-    fn rest(&self) -> std::result::Result<(), Infallible> {
         Ok(())
     }
 }
@@ -203,7 +145,7 @@ fn singles(bench: &mut PlacementBench) -> Result<()> {
         let rt = runtime(devices)?;
         for (_, policy) in policies() {
             let Some(name) = names.next().filter(|name| bench.sheet.wants(name)) else { continue };
-            bench.beside_by_hand(&name, pairs_of(vec![Placing::new(rt.placer(policy))]), devices);
+            bench.beside_by_hand(&name, pairs_of(vec![placing(rt.placer(policy))]), devices);
         }
     }
     Ok(())
@@ -218,7 +160,8 @@ fn shards(bench: &mut PlacementBench) -> Result<()> {
     for (name, shards) in shard_names(bench).into_iter().zip(GROUPS) {
         if bench.sheet.wants(&name) {
             let group = Shards::of(shards, PlacementRequest::bytes(BYTES)).on_peers();
-            let own = pairs_of(vec![Sharding(rt.placer(Policy::MostFree), group)]);
+            let placer = rt.placer(Policy::MostFree);
+            let own = pairs_of(vec![CallSource(move |_| placer.place_group(&group))]);
             bench.beside_by_hand(&name, own, 8);
         }
     }
@@ -242,39 +185,17 @@ fn threads(bench: &mut PlacementBench) -> Result<()> {
     let mut crews: Vec<Contender<'_>> = Vec::new();
     for (_, policy) in policies() {
         let placer = rt.placer(policy);
-        crews.push(pairs_of((0..THREADS).map(|_| Placing::new(placer.clone())).collect()));
+        crews.push(pairs_of((0..THREADS).map(|_| placing(placer.clone())).collect()));
     }
     crews.push(pairs_of((0..THREADS).map(|_| &by_hand).collect()));
     for (at, crew) in crews.into_iter().enumerate() {
-        let [all, each] = [&names[2 * at], &names[2 * at + 1]];
-        if !bench.sheet.wants(all) && !bench.sheet.wants(each) {
-            continue;
+        let rows = [&names[2 * at], &names[2 * at + 1]].map(Clone::clone);
+        if rows.iter().any(|row| bench.sheet.wants(row)) {
+            let (own, _) = bench.sheet.compete(bench.pace.together(), &rows[0], crew, None);
+            bench.sheet.add_crew(&rows, Unit::NsPerPair, &own, None);
         }
-        let Some(mut outcome) = contest(bench.pace.together(), vec![crew]).pop() else { continue };
-        bench.sheet.note(all, std::mem::take(&mut outcome.failed));
-        bench.sheet.add(all, Unit::NsPerPair, outcome.over_all * 2.0, None);
-        bench.sheet.add(each, Unit::NsPerPair, outcome.each * 2.0, None);
     }
     Ok(())
-}
-
-impl Source for &ByHand {
-    type Held = (usize, u64);
-    type Refused = Infallible;
-
-    #[inline]
-    fn take(&self, bytes: u64) -> std::result::Result<(usize, u64), Infallible> {
-        (**self).take(bytes)
-    }
-
-    #[inline]
-    fn give(&self, held: (usize, u64)) -> std::result::Result<(), Infallible> {
-        (**self).give(held)
-    }
-
-    fn rest(&self) -> std::result::Result<(), Infallible> {
-        Ok(())
-    }
 }
 
 #[cfg(test)]

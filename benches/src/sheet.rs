@@ -2,12 +2,12 @@
 
 use crate::{
     host,
-    lap::Failed,
+    lap::{Contender, Failed, Outcome, Pace, contest},
     report::{BenchReport, Failure, LeftOut},
     row::{Peer, Row, Unit},
 };
 use aquifer_console::{
-    place::{NoPlace, Place},
+    place::{NoPlace, Place, Session},
     progress::ProgressLine,
 };
 use aquifer_core::{Bytes, MemoryError};
@@ -173,6 +173,43 @@ impl Sheet {
         }
     }
 
+    /// Adds the rows of several threads, over all and each. An outcome has the time of an
+    /// operation, two of which are a pair.
+    pub(super) fn add_crew(
+        &mut self,
+        rows: &[String; 2],
+        unit: Unit,
+        own: &Outcome,
+        peer: Option<(&str, &Outcome)>,
+    ) {
+        let operations = if unit == Unit::NsPerPair { 2.0 } else { 1.0 };
+        let figures: [fn(&Outcome) -> f64; 2] =
+            [|outcome| outcome.over_all, |outcome| outcome.each];
+        for (row, figure) in rows.iter().zip(figures) {
+            let peer = peer.map(|(name, outcome)| (name, figure(outcome) * operations));
+            self.add(row, unit, figure(own) * operations, peer);
+        }
+    }
+
+    /// Lets a contender and its peer, if any, take turns, and returns both outcomes. Notes failed
+    /// calls.
+    pub(super) fn compete<'c>(
+        &mut self,
+        pace: Pace,
+        name: &str,
+        own: Contender<'c>,
+        peer: Option<Contender<'c>>,
+    ) -> (Outcome, Option<Outcome>) {
+        let contenders = std::iter::once(own).chain(peer).collect();
+        let mut outcomes = contest(pace, contenders).into_iter();
+        let mut next = |who: &str| {
+            let mut outcome = outcomes.next()?;
+            self.note(&format!("{name}{who}"), std::mem::take(&mut outcome.failed));
+            Some(outcome)
+        };
+        (next("").unwrap_or_default(), next(" (peer)"))
+    }
+
     /// Adds a row with a confidence interval if it is selected.
     pub(super) fn add_within(&mut self, name: &str, unit: Unit, ns: f64, interval: [f64; 2]) {
         if self.wants(name) {
@@ -219,20 +256,25 @@ impl Sheet {
         self.taken_on(what, device, device_title, ("no driver".to_owned(), None), quick)
     }
 
-    /// Returns the report with its machine: a place whose driver interface has this `version`.
+    /// Returns the report with its machine.
+    ///
+    /// # Errors
+    /// [`BenchError::Device`] if the driver does not tell its version.
     pub(super) fn report(
         self,
         what: &'static str,
         place: &Place,
-        version: u32,
         quick: bool,
-    ) -> BenchReport {
+    ) -> Result<BenchReport, BenchError> {
+        let Session { driver, device, .. } = place.begin();
+        let lost = |e| BenchError::Device(MemoryError::driver(device, e));
+        let version = driver.driver_version().map_err(lost)?;
         let number = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
         let driver = match place {
             Place::Sim(_) => (format!("simulated, {number}"), None),
             Place::Cuda { .. } => (number, host::driver_release()),
         };
-        self.taken_on(what, place.name(), place.title(), driver, quick)
+        Ok(self.taken_on(what, place.name(), place.title(), driver, quick))
     }
 
     fn taken_on(

@@ -144,7 +144,6 @@ pub(crate) fn run(options: &StageOptions, rows: &RowSelection) -> Result<BenchRe
     let mut progress = ProgressLine::on_terminal();
     progress.phase("opening the device, and making slots ready");
     let session = place.begin();
-    let version = session.driver.driver_version().map_err(|e| BenchError::Device(e.into()))?;
     let bed = Bed::open(&session, options.stager.clone()).map_err(BenchError::Device)?;
     let mut bench = StageBench {
         bed: &bed,
@@ -167,7 +166,7 @@ pub(crate) fn run(options: &StageOptions, rows: &RowSelection) -> Result<BenchRe
         sheet.left_out.push(LeftOut { row: "rates".to_owned(), why });
     }
     sheet.rows.sort_by_key(place_on_page);
-    Ok(sheet.report("stage", &place, version, rows.quick))
+    sheet.report("stage", &place, rows.quick)
 }
 
 /// Returns the groups of transfers up to `most` bytes.

@@ -1,4 +1,4 @@
-// Puts a page together as `aquifer report` does, from the files that page/files.rs lists.
+// Puts a page together as `aquifer report` does, from the files that page.rs lists.
 
 import { readFileSync } from "node:fs";
 import { dirname, join } from "node:path";
@@ -8,14 +8,14 @@ import { deflateSync, inflateSync } from "node:zlib";
 export const ROOT = join(dirname(fileURLToPath(import.meta.url)), "../..");
 const PAGE = join(ROOT, "src/bin/aquifer/src/report/page");
 
-// The files behind a constant of files.rs, in order.
+// The files behind a constant of page.rs, in order.
 function included(constant) {
-  const source = readFileSync(join(PAGE, "files.rs"), "utf8");
+  const source = readFileSync(`${PAGE}.rs`, "utf8");
   const body = source.match(new RegExp(`const ${constant}: &str =([^;]*);`, "s"));
-  if (!body) throw new Error(`files.rs has no constant ${constant}`);
+  if (!body) throw new Error(`page.rs has no constant ${constant}`);
   const names = [...body[1].matchAll(/include_str!\("([^"]+)"\)/g)].map((match) => match[1]);
-  if (names.length === 0) throw new Error(`files.rs lists nothing for ${constant}`);
-  return names.map((name) => readFileSync(join(PAGE, name), "utf8")).join("\n");
+  if (names.length === 0) throw new Error(`page.rs lists nothing for ${constant}`);
+  return names.map((name) => readFileSync(join(PAGE, "..", name), "utf8")).join("\n");
 }
 
 const ALIGNMENT = 8;

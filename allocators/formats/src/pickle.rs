@@ -8,14 +8,12 @@
 mod details;
 #[cfg(feature = "read")]
 mod reader;
-#[cfg(feature = "read")]
-mod value;
 mod word;
 mod writer;
 
 #[cfg(feature = "read")]
 pub(crate) use reader::{MAGIC, Objects, PickleError, read, read_with_details};
 #[cfg(feature = "read")]
-pub(crate) use value::Value;
+pub(crate) use word::Value;
 pub(crate) use word::Word;
 pub(crate) use writer::Pickler;

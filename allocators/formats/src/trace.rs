@@ -16,15 +16,14 @@
 //! | `source` | bytes to rows: files, truncated files |
 //! | `compressed` | xz, gzip and zstd, with a bound on memory |
 //! | `events` | the form of this library and its recorder for PyTorch, with named fields |
-//! | `log`, `log_event` | logs of other programs in one form |
+//! | `log`, `log_event` | logs of other programs in one form, and what is passed over in them |
 //! | `rmm` | the log of RAPIDS' memory manager |
 //! | `raft` | samples of RAFT's and cuVS's resources |
 //! | `minimalloc` | problems of minimalloc |
 //! | `snapshot` | memory snapshots of PyTorch |
 //! | [`made`] | workloads generated from a seed, without a file |
 //! | `builder` | rows to steps, and the checks |
-//! | `split` | distribution over another number of streams |
-//! | `skips` | what is passed over |
+//! | `changed` | the trace of a changed program, or over another number of streams |
 //! | `error` | errors |
 
 pub(crate) mod builder;
@@ -39,10 +38,8 @@ mod minimalloc;
 mod model;
 mod raft;
 mod rmm;
-pub(crate) mod skips;
 pub(crate) mod snapshot;
 pub(crate) mod source;
-mod split;
 
 pub use error::TraceError;
 pub use events::BadTraceDevice;

@@ -7,18 +7,14 @@
 //! |---|---|
 //! | `layout` | the layout of the file |
 //! | `folder` | the folder of the files, and its checks |
-//! | `region` | the memory that the file is mapped over |
-//! | `state` | whether this process publishes now |
-//! | `publication` | the file of this process, from its creation to its end |
+//! | `region` | the memory that the file is mapped over, and the lines that caches have claimed |
+//! | `state` | whether this process publishes now, and how often a slow path writes |
+//! | `publication` | the file of this process, from its creation to its end, and its figures read back |
 //! | `sequence` | the protocol by which readers get consistent figures |
 //! | `slot` | the figures of one pool, written by slow paths |
-//! | `timer` | how often a slow path writes them |
-//! | `kind` | the kinds of pools |
 //! | `text` | texts in words |
-//! | `claim` | the lines that caches have claimed |
 //! | `line` | the figures of one cache, written by its hot path |
 //! | `reader` | the figures of all processes |
-//! | `own` | the figures of this process, read back for its own reports |
 //! | `telemetry` | the same as metrics of OpenTelemetry |
 //! | `error` | what is wrong with a file |
 //!
@@ -35,13 +31,10 @@
 //!
 //! Part of aquifer; promises no stability beyond what aquifer re-exports.
 
-mod claim;
 mod error;
 pub mod folder;
-mod kind;
 mod layout;
 mod line;
-mod own;
 mod publication;
 mod reader;
 mod region;
@@ -51,16 +44,13 @@ mod state;
 #[cfg(feature = "opentelemetry")]
 mod telemetry;
 pub mod text;
-mod timer;
 
-pub use claim::{claim_line, is_shown};
 pub use error::{FileFault, StatusError};
-pub use kind::PoolKind;
 pub use line::{CacheFigures, CacheLine};
 pub use publication::{disable, resume, start};
 pub use reader::{PoolStatus, ProcessStatus, StatusFiles, StatusFolder};
-pub use slot::{PoolFigures, PoolSlot, SlotDescription, tightest_limit};
-pub use state::is_published;
+pub use region::{claim_line, is_shown};
+pub use slot::{PoolFigures, PoolKind, PoolSlot, SlotDescription, tightest_limit};
+pub use state::{PublishTimer, is_published};
 #[cfg(feature = "opentelemetry")]
 pub use telemetry::register_metrics;
-pub use timer::PublishTimer;

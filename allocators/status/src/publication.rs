@@ -12,12 +12,11 @@
 #![expect(unsafe_code, reason = "installs fork handlers, and closes a file after a fork")]
 
 use crate::{
-    claim,
     error::StatusError,
     folder::{self, StatusSetting, VARIABLE},
     layout::{FILE_BYTES, MAGIC, SUFFIX, VERSION, header},
-    reader::StatusFolder,
-    region::Region,
+    reader::{ProcessStatus, StatusFolder, file},
+    region::{Region, lines_used},
     slot,
     state::{FORKED, GENERATION, OFF, PUBLISHED, STATE, UNSET, now_ns},
     text::{cut, write_text},
@@ -209,7 +208,7 @@ fn write_header(region: &Region, started: u64) {
     set(header::PROCESS, u64::from(process::id()));
     set(header::STARTED, started);
     set(header::SLOTS_USED, slot::used() as u64);
-    set(header::LINES_USED, claim::used() as u64);
+    set(header::LINES_USED, lines_used() as u64);
     write_text(words, header::LIBRARY, cut(env!("CARGO_PKG_VERSION"), header::LIBRARY_BYTES));
     let command: Vec<String> =
         env::args_os().map(|argument| argument.to_string_lossy().into_owned()).collect();
@@ -310,6 +309,35 @@ unsafe extern "C" fn in_child() {
         STATE.store(FORKED, Ordering::Release);
     }
     drop(Changing);
+}
+
+impl ProcessStatus {
+    /// Returns the figures of this process: all of its pools, as other processes see them. Returns
+    /// `None` if it publishes nothing: before its first pool, and where publication is off.
+    ///
+    /// Reads the process's own file with a few system calls, and stops no thread. No allocator
+    /// depends on the result.
+    ///
+    /// ```
+    /// use aquifer_status::ProcessStatus;
+    /// if let Some(own) = ProcessStatus::current()? {
+    ///     println!("{} bytes in {} pools", own.total().live, own.pools.len());
+    /// }
+    /// # Ok::<(), aquifer_status::StatusError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`StatusError::System`] if the file cannot be read; [`StatusError::BadFile`] if another
+    /// process has damaged it.
+    pub fn current() -> Result<Option<Self>, StatusError> {
+        let Some(path) = own_path() else { return Ok(None) };
+        match file::read(path) {
+            Ok(status) => Ok(Some(status)),
+            // Another thread has ended publication meanwhile.
+            Err(_) if own_path().is_none() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -2,7 +2,6 @@
 
 pub(crate) mod file;
 pub(crate) mod pools;
-mod process;
 #[cfg(test)]
 mod tests;
 
@@ -20,8 +19,7 @@ use std::{
     time::Duration,
 };
 
-pub use pools::PoolStatus;
-pub use process::ProcessStatus;
+pub use pools::{PoolStatus, ProcessStatus};
 
 /// The most entries of a folder that are read, whatever they are: a process of the user may have
 /// put any number there, and readers wait for no more than this.

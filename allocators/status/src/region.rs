@@ -1,11 +1,11 @@
-//! The memory that holds the slots and lines of this process.
+//! The memory that holds the slots and lines of this process, and which lines caches have claimed.
 //!
 //! It is reserved once and never released, so that references to it stay valid. While the process
 //! publishes, its file is mapped over it. Otherwise it is private memory.
 #![expect(unsafe_code, reason = "maps memory, and refers to it")]
 
 use crate::layout::{
-    FILE_BYTES, LINE_BYTES, LINES, LINES_AT, SLOT_BYTES, SLOT_WORDS, SLOTS, SLOTS_AT, WORD,
+    FILE_BYTES, LINE_BYTES, LINES, LINES_AT, SLOT_BYTES, SLOT_WORDS, SLOTS, SLOTS_AT, WORD, header,
 };
 use crate::line::CacheLine;
 use nix::libc;
@@ -14,7 +14,10 @@ use std::{
     io,
     os::fd::AsRawFd,
     ptr,
-    sync::{OnceLock, atomic::AtomicU64},
+    sync::{
+        OnceLock,
+        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+    },
 };
 
 /// Memory of [`FILE_BYTES`] bytes that exists until the process ends.
@@ -95,4 +98,41 @@ fn map(at: *mut u8, flags: i32, file: i32) -> io::Result<*mut u8> {
     // consists of atomics that any bytes are valid for.
     let found = unsafe { libc::mmap(at.cast(), FILE_BYTES, access, flags, file, 0) };
     if found == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(found.cast()) }
+}
+
+/// The number of lines that caches have claimed.
+static CLAIMED: AtomicUsize = AtomicUsize::new(0);
+
+/// Returns the number of lines of the file that are in use.
+pub(crate) fn lines_used() -> usize {
+    CLAIMED.load(Relaxed).min(LINES)
+}
+
+/// Returns a line that no other cache has. Makes no system call after the first one.
+///
+/// ```
+/// use aquifer_status::{claim_line, is_shown};
+/// let line = claim_line();
+/// if !is_shown(line) {
+///     // All lines of the file are claimed: the cache's figures go to its pool's slot.
+/// }
+/// ```
+#[must_use]
+pub fn claim_line() -> &'static CacheLine {
+    let found = Region::get().and_then(|region| {
+        // Lines are never returned, so a number that is too large stays too large.
+        let number = CLAIMED.fetch_add(1, Relaxed).min(LINES);
+        CLAIMED.fetch_min(LINES, Relaxed);
+        let line = region.line(number)?;
+        region.header()[header::LINES_USED].store(lines_used() as u64, Relaxed);
+        Some(line)
+    });
+    found.unwrap_or_else(|| Box::leak(Box::default()))
+}
+
+/// Returns whether the line is in the file, where readers see it. A cache whose line is not counts
+/// in its pool's slot. [`claim_line`] has an example.
+#[must_use]
+pub fn is_shown(line: &CacheLine) -> bool {
+    Region::get().is_some_and(|region| region.contains(line))
 }

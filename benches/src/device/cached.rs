@@ -1,10 +1,8 @@
 //! One thread and one stream, whose cache can serve every request.
 
 use super::{
-    DeviceBench,
-    lane::Lane,
-    size,
-    source::{ASYNC, Async, Malloc, Pooled, Source, pool},
+    DeviceBench, lane, size,
+    source::{ASYNC, Async, Malloc, Pooled, pool},
     work::WorkPlan,
 };
 use crate::{
@@ -38,7 +36,7 @@ pub(super) fn pair_names(_: &DeviceBench<'_>) -> Vec<String> {
 pub(super) fn pairs(bench: &mut DeviceBench<'_>) -> Result<()> {
     let session = bench.session();
     let (pool, peer) = (pool(&session)?, bench.peer(&session)?);
-    let mut contenders: Vec<Contender<'_>> = vec![pairs_of(Malloc, 64)];
+    let mut contenders: Vec<Contender<'_>> = vec![lane::pairs(Malloc, 64)];
     let mut sizes = Vec::new();
     for bytes in PAIRS {
         let name = pair_name(bytes);
@@ -46,9 +44,9 @@ pub(super) fn pairs(bench: &mut DeviceBench<'_>) -> Result<()> {
             continue;
         }
         sizes.push(name);
-        contenders.push(pairs_of(Pooled::on(&pool)?, bytes));
+        contenders.push(lane::pairs(Pooled::on(&pool)?, bytes));
         if let Some(peer) = &peer {
-            contenders.push(pairs_of(Async::on(peer)?, bytes));
+            contenders.push(lane::pairs(Async::on(peer)?, bytes));
         }
     }
     let mut outcomes = contest(bench.pace, contenders).into_iter();
@@ -68,12 +66,6 @@ pub(super) fn pairs(bench: &mut DeviceBench<'_>) -> Result<()> {
         bench.sheet.add(&name, Unit::NsPerPair, own.each, other);
     }
     Ok(())
-}
-
-/// Returns a contender of pairs. A pair counts as one operation.
-fn pairs_of<'a, S: Source + 'a>(source: S, bytes: u64) -> Contender<'a> {
-    let mut lane = Lane::new(source);
-    Box::new(move |count| lane.lap(count, &mut |lane| lane.pairs(bytes, count)))
 }
 
 fn batch_name(bytes: u64) -> String {
@@ -116,14 +108,9 @@ fn play(bench: &mut DeviceBench<'_>, name: &str, work: &WorkPlan) -> Result<()> 
     if !bench.has_room(name, work.peak / 4 * 5, peer.is_some()) {
         return Ok(());
     }
-    let other = peer.as_ref().map(Async::on).transpose()?.map(|other| work_of(other, work));
-    let (own, other) = bench.compete(bench.pace, name, work_of(Pooled::on(&pool)?, work), other);
+    let other = peer.as_ref().map(Async::on).transpose()?.map(|other| lane::plays(other, work));
+    let (own, other) =
+        bench.sheet.compete(bench.pace, name, lane::plays(Pooled::on(&pool)?, work), other);
     bench.sheet.add(name, Unit::NsPerOperation, own.each, other.map(|other| (ASYNC, other.each)));
     Ok(())
-}
-
-fn work_of<'a, S: Source + 'a>(source: S, work: &'a WorkPlan) -> Contender<'a> {
-    let mut lane = Lane::new(source);
-    let operations = work.operations.len() as u64;
-    Box::new(move |times| lane.lap(operations * times, &mut |lane| lane.play(work, times)))
 }

@@ -1,7 +1,7 @@
 //! Threads at work, each with its own source.
 
 use super::{source::Source, work::WorkPlan};
-use crate::lap::{Failed, Lap};
+use crate::lap::{Contender, Failed, Lap};
 use std::{
     hint::black_box,
     mem,
@@ -129,6 +129,42 @@ where
     lap_of(&spans, operations * lanes.len() as u64, failed)
 }
 
+/// Returns a contender of pairs on one thread. A pair counts as one operation.
+pub(crate) fn pairs<'a, S: Source + 'a>(source: S, bytes: u64) -> Contender<'a> {
+    let mut lane = Lane::new(source);
+    Box::new(move |count| lane.lap(count, &mut |lane| lane.pairs(bytes, count)))
+}
+
+/// Returns a contender that plays a work on one thread.
+pub(crate) fn plays<'a, S: Source + 'a>(source: S, work: &'a WorkPlan) -> Contender<'a> {
+    let mut lane = Lane::new(source);
+    let operations = work.operations.len() as u64;
+    Box::new(move |times| lane.lap(operations * times, &mut |lane| lane.play(work, times)))
+}
+
+/// Returns a contender with a thread for each source. They run one work each, or pairs of `bytes`
+/// if `works` is empty. A piece is a work, or as many pairs as make a suitable lap.
+pub(crate) fn crew_of<'a, S>(sources: Vec<S>, bytes: u64, works: &'a [WorkPlan]) -> Contender<'a>
+where
+    S: Source + Send + 'a,
+    S::Held: Send,
+{
+    let mut lanes: Vec<_> = sources.into_iter().map(Lane::new).collect();
+    match works {
+        [] => {
+            Box::new(move |pairs| crew(&mut lanes, 2 * pairs, |_, lane| lane.pairs(bytes, pairs)))
+        }
+        [first, ..] => {
+            let operations = first.operations.len() as u64;
+            Box::new(move |times| {
+                crew(&mut lanes, operations * times, |number, lane| {
+                    lane.play(&works[number], times);
+                })
+            })
+        }
+    }
+}
+
 /// What a thread does, and when it began and ended.
 type Body<'a> = Box<dyn FnOnce() -> (Instant, Instant) + Send + 'a>;
 
@@ -219,9 +255,6 @@ mod tests {
         }
         fn give(&self, _: u64) -> Result<(), &'static str> {
             self.out.set(self.out.get() - 1);
-            Ok(())
-        }
-        fn rest(&self) -> Result<(), &'static str> {
             Ok(())
         }
     }

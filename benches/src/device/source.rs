@@ -26,11 +26,30 @@ pub(crate) trait Source {
     /// Allocates.
     fn take(&self, bytes: u64) -> Result<Self::Held, Self::Refused>;
 
-    /// Frees.
-    fn give(&self, held: Self::Held) -> Result<(), Self::Refused>;
+    /// Frees. What frees itself is dropped.
+    #[inline]
+    fn give(&self, held: Self::Held) -> Result<(), Self::Refused> {
+        drop(held);
+        Ok(())
+    }
 
     /// Waits until no work is queued.
-    fn rest(&self) -> Result<(), Self::Refused>;
+    fn rest(&self) -> Result<(), Self::Refused> {
+        Ok(())
+    }
+}
+
+/// A call that returns what frees itself.
+pub(crate) struct CallSource<F>(pub(crate) F);
+
+impl<H, R: fmt::Display, F: Fn(u64) -> Result<H, R>> Source for CallSource<F> {
+    type Held = H;
+    type Refused = R;
+
+    #[inline]
+    fn take(&self, bytes: u64) -> Result<H, R> {
+        self.0(bytes)
+    }
 }
 
 /// A caching pool, called as a program calls it.
@@ -54,12 +73,6 @@ impl Source for Pooled {
     #[inline]
     fn take(&self, bytes: u64) -> Result<Block> {
         self.pool.alloc(&self.stream, Request::bytes(bytes))
-    }
-
-    #[inline]
-    fn give(&self, held: Block) -> Result<()> {
-        drop(held);
-        Ok(())
     }
 
     fn rest(&self) -> Result<()> {
@@ -178,10 +191,6 @@ impl Source for Malloc {
         let Pointer(pointer, layout) = held;
         // SAFETY: 1. a `Pointer` comes from `take` only, with its layout, and is consumed here.
         unsafe { System.dealloc(pointer.as_ptr(), layout) };
-        Ok(())
-    }
-
-    fn rest(&self) -> Result<(), Self::Refused> {
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use super::source::AsyncPool;
 use crate::{
-    lap::{Contender, Outcome, Pace, contest},
+    lap::Pace,
     sheet::{BenchError, Sheet},
 };
 use aquifer_console::place::{Place, Session};
@@ -17,8 +17,6 @@ pub(super) struct DeviceBench<'a> {
     pub(super) driver: bool,
     /// The maximum bytes of a pool: its default.
     pub(super) room: u64,
-    /// Version of the driver interface.
-    pub(super) version: u32,
     /// The number of devices.
     pub(super) devices: u32,
     pub(super) sheet: Sheet,
@@ -39,7 +37,6 @@ impl<'a> DeviceBench<'a> {
             pace,
             driver,
             room: free / 5 * 4,
-            version: session.driver.driver_version().map_err(lost)?,
             devices: session.driver.device_count().map_err(lost)?,
             sheet: Sheet::new(only),
         })
@@ -60,23 +57,5 @@ impl<'a> DeviceBench<'a> {
     /// row is missing.
     pub(super) fn has_room(&mut self, name: &str, bytes: u64, peer: bool) -> bool {
         self.sheet.has_room(name, if peer { bytes * 2 } else { bytes }, self.room)
-    }
-
-    /// Measures the pool and its peer, if any, and returns both outcomes. Notes failed calls.
-    pub(super) fn compete<'c>(
-        &mut self,
-        pace: Pace,
-        name: &str,
-        pool: Contender<'c>,
-        peer: Option<Contender<'c>>,
-    ) -> (Outcome, Option<Outcome>) {
-        let contenders = std::iter::once(pool).chain(peer).collect();
-        let mut outcomes = contest(pace, contenders).into_iter();
-        let mut next = |who: &str| {
-            let mut outcome = outcomes.next()?;
-            self.sheet.note(&format!("{name}{who}"), std::mem::take(&mut outcome.failed));
-            Some(outcome)
-        };
-        (next("").unwrap_or_default(), next(" (peer)"))
     }
 }

@@ -7,15 +7,12 @@
 
 use super::{
     DeviceBench,
-    lane::{Lane, crew},
+    lane::crew_of,
     size,
-    source::{ASYNC, Async, Pooled, Source, pool},
+    source::{ASYNC, Async, Pooled, pool},
     work::WorkPlan,
 };
-use crate::{
-    lap::{Contender, Outcome},
-    row::Unit,
-};
+use crate::{lap::Outcome, row::Unit};
 use aquifer_core::Result;
 
 /// The numbers of threads.
@@ -121,32 +118,10 @@ fn together(
         Some(peer) => Some((0..threads).map(|_| Async::on(peer)).collect::<Result<Vec<_>>>()?),
         None => None,
     };
-    let other = other.map(|sources| crew_of(sources, &works));
+    let other = other.map(|sources| crew_of(sources, PAIR, &works));
     let pace = if threads == 1 { bench.pace } else { bench.pace.together() };
-    let (own, other) = bench.compete(pace, &rows[0], crew_of(own, &works), other);
-    let peer = |figure: fn(&Outcome) -> f64| other.as_ref().map(|other| (ASYNC, figure(other)));
-    bench.sheet.add(&rows[0], Unit::NsPerOperation, own.over_all, peer(|o| o.over_all));
-    bench.sheet.add(&rows[1], Unit::NsPerOperation, own.each, peer(|o| o.each));
+    let (own, other) = bench.sheet.compete(pace, &rows[0], crew_of(own, PAIR, &works), other);
+    let peer = other.as_ref().map(|other| (ASYNC, other));
+    bench.sheet.add_crew(rows, Unit::NsPerOperation, &own, peer);
     Ok(Some(own))
-}
-
-/// Returns a contender whose threads run one work each, or pairs if `works` is empty. A piece is a
-/// work, or as many pairs as make a suitable lap.
-fn crew_of<'a, S>(sources: Vec<S>, works: &'a [WorkPlan]) -> Contender<'a>
-where
-    S: Source + Send + 'a,
-    S::Held: Send,
-{
-    let mut lanes: Vec<_> = sources.into_iter().map(Lane::new).collect();
-    match works {
-        [] => Box::new(move |pairs| crew(&mut lanes, 2 * pairs, |_, lane| lane.pairs(PAIR, pairs))),
-        [first, ..] => {
-            let operations = first.operations.len() as u64;
-            Box::new(move |times| {
-                crew(&mut lanes, operations * times, |number, lane| {
-                    lane.play(&works[number], times);
-                })
-            })
-        }
-    }
 }

@@ -53,10 +53,6 @@ impl<A: GlobalAlloc> Source for By<A> {
         unsafe { self.0.dealloc(block.as_ptr(), layout) };
         Ok(())
     }
-
-    fn rest(&self) -> Result<(), NoMemory> {
-        Ok(())
-    }
 }
 
 /// A route without blocks, to measure what its address window costs all other blocks.

@@ -4,11 +4,7 @@ use super::{
     PinnedBench, size,
     source::{Direct, Pinned},
 };
-use crate::{
-    device::{lane::Lane, source::Source},
-    lap::{Contender, contest},
-    row::Unit,
-};
+use crate::{device::lane::pairs, row::Unit};
 use aquifer_core::Result;
 
 /// Sizes in bytes. Larger ones take seconds per lap.
@@ -30,19 +26,14 @@ pub(super) fn measure(bench: &mut PinnedBench<'_>) -> Result<()> {
         }
         let pool = bench.pool(2 * bytes)?;
         let direct = Direct { driver: bench.driver.clone(), device: bench.device };
-        let contenders = vec![pairs(direct, bytes), pairs(Pinned::on(&pool), bytes)];
-        let mut outcomes = contest(bench.pace, contenders).into_iter();
-        let (direct, own) =
-            (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
-        bench.sheet.note(&name, direct.failed);
-        bench.sheet.note(&format!("{name} (peer)"), own.failed);
+        let (direct, own) = bench.sheet.compete(
+            bench.pace,
+            &name,
+            pairs(direct, bytes),
+            Some(pairs(Pinned::on(&pool), bytes)),
+        );
+        let own = own.unwrap_or_default();
         bench.sheet.add(&name, Unit::NsPerPair, direct.each, Some(("the pool", own.each)));
     }
     Ok(())
-}
-
-/// Returns a contender of pairs. A pair counts as one operation.
-pub(super) fn pairs<'a, S: Source + 'a>(source: S, bytes: u64) -> Contender<'a> {
-    let mut lane = Lane::new(source);
-    Box::new(move |count| lane.lap(count, &mut |lane| lane.pairs(bytes, count)))
 }

@@ -1,9 +1,9 @@
 //! A pool that can serve every request, on one thread and on several.
 
-use super::{PinnedBench, driver::pairs as pairs_of, size, source::Pinned};
+use super::{PinnedBench, size, source::Pinned};
 use crate::{
     device::{
-        lane::{Lane, crew},
+        lane::{self, crew_of},
         source::{Malloc, Source},
         work::WorkPlan,
     },
@@ -44,14 +44,14 @@ pub(super) fn pair_names(_: &PinnedBench<'_>) -> Vec<String> {
 /// All sizes and the reference take turns in one contest, so that their ratios are from the same
 /// time.
 pub(super) fn pairs(bench: &mut PinnedBench<'_>) -> Result<()> {
-    let mut contenders: Vec<Contender<'_>> = vec![pairs_of(Malloc, 64)];
+    let mut contenders: Vec<Contender<'_>> = vec![lane::pairs(Malloc, 64)];
     let mut sizes = Vec::new();
     let mut pools = Vec::new();
     for bytes in PAIRS {
         let name = pair_name(bytes);
         if bench.sheet.wants(&name) && bench.has_room(&name, 2 * bytes) {
             let pool = bench.pool(2 * bytes)?;
-            contenders.push(pairs_of(Pinned::on(&pool), bytes));
+            contenders.push(lane::pairs(Pinned::on(&pool), bytes));
             pools.push(pool);
             sizes.push(name);
         }
@@ -92,12 +92,13 @@ pub(super) fn random(bench: &mut PinnedBench<'_>) -> Result<()> {
             continue;
         }
         let pool = bench.pool(needed)?;
-        let contenders = vec![work_of(Pinned::on(&pool), &work), work_of(Malloc, &work)];
-        let mut outcomes = contest(bench.pace, contenders).into_iter();
-        let (own, peer) =
-            (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
-        bench.sheet.note(&name, own.failed);
-        bench.sheet.note(&format!("{name} (peer)"), peer.failed);
+        let (own, peer) = bench.sheet.compete(
+            bench.pace,
+            &name,
+            lane::plays(Pinned::on(&pool), &work),
+            Some(lane::plays(Malloc, &work)),
+        );
+        let peer = peer.unwrap_or_default();
         bench.sheet.add(&name, Unit::NsPerOperation, own.each, Some((SAME, peer.each)));
         bench.sheet.add(&waste, Unit::Percent, wasted(&Pinned::on(&pool), &pool, &work)?, None);
     }
@@ -120,12 +121,6 @@ fn wasted(source: &Pinned, pool: &aquifer_host::PinnedPool, work: &WorkPlan) -> 
         source.give(block).map_err(|refused| *refused)?;
     }
     Ok((memory.live as f64 / memory.requested.max(1) as f64 - 1.0) * 100.0)
-}
-
-fn work_of<'a, S: Source + 'a>(source: S, work: &'a WorkPlan) -> Contender<'a> {
-    let mut lane = Lane::new(source);
-    let operations = work.operations.len() as u64;
-    Box::new(move |times| lane.lap(operations * times, &mut |lane| lane.play(work, times)))
 }
 
 /// A job of several threads.
@@ -184,34 +179,7 @@ fn together(
     let pace = if threads == 1 { bench.pace } else { bench.pace.together() };
     let own = crew_of((0..threads).map(|_| Pinned::on(&pool)).collect(), job.bytes, &works);
     let peer = crew_of((0..threads).map(|_| Malloc).collect(), job.bytes, &works);
-    let mut outcomes = contest(pace, vec![own, peer]).into_iter();
-    let (own, peer) = (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
-    bench.sheet.note(&rows[0], own.failed);
-    bench.sheet.note(&format!("{} (peer)", rows[0]), peer.failed);
-    bench.sheet.add(&rows[0], Unit::NsPerOperation, own.over_all, Some((SAME, peer.over_all)));
-    bench.sheet.add(&rows[1], Unit::NsPerOperation, own.each, Some((SAME, peer.each)));
+    let (own, peer) = bench.sheet.compete(pace, &rows[0], own, Some(peer));
+    bench.sheet.add_crew(rows, Unit::NsPerOperation, &own, peer.as_ref().map(|peer| (SAME, peer)));
     Ok(())
-}
-
-/// Returns a contender whose threads run one work each, or pairs if `works` is empty. A piece is a
-/// work, or as many pairs as make a suitable lap.
-fn crew_of<'a, S>(sources: Vec<S>, bytes: u64, works: &'a [WorkPlan]) -> Contender<'a>
-where
-    S: Source + Send + 'a,
-    S::Held: Send,
-{
-    let mut lanes: Vec<_> = sources.into_iter().map(Lane::new).collect();
-    match works {
-        [] => {
-            Box::new(move |pairs| crew(&mut lanes, 2 * pairs, |_, lane| lane.pairs(bytes, pairs)))
-        }
-        [first, ..] => {
-            let operations = first.operations.len() as u64;
-            Box::new(move |times| {
-                crew(&mut lanes, operations * times, |number, lane| {
-                    lane.play(&works[number], times);
-                })
-            })
-        }
-    }
 }

@@ -69,10 +69,6 @@ impl Source for Pinned {
         unsafe { self.allocator.deallocate(block, layout) };
         Ok(())
     }
-
-    fn rest(&self) -> Result<(), Self::Refused> {
-        Ok(())
-    }
 }
 
 /// The driver's own allocations.
@@ -100,9 +96,5 @@ impl Source for Direct {
     fn give(&self, DriverAddress(block): DriverAddress) -> Result<(), DriverError> {
         // SAFETY: 1. an `Address` comes from `take` only, and is consumed here. 2. no work uses it.
         unsafe { self.driver.host_free(self.device, block) }
-    }
-
-    fn rest(&self) -> Result<(), DriverError> {
-        Ok(())
     }
 }

@@ -20,8 +20,6 @@ pub(super) struct PinnedBench<'a> {
     pub(super) device: DeviceId,
     /// The maximum bytes of a row: half of what this machine has left.
     pub(super) room: u64,
-    /// Version of the driver interface.
-    pub(super) version: u32,
     pub(super) sheet: Sheet,
 }
 
@@ -32,9 +30,6 @@ impl<'a> PinnedBench<'a> {
         only: Option<&str>,
     ) -> std::result::Result<Self, BenchError> {
         let Session { driver, device, .. } = place.begin();
-        let version = driver
-            .driver_version()
-            .map_err(|e| BenchError::Device(MemoryError::driver(device, e)))?;
         let topology = Topology::read().map_err(|e| BenchError::Device(MemoryError::from(e)))?;
         let host = Host::new(topology, Kernel::new());
         let host = match place {
@@ -48,7 +43,6 @@ impl<'a> PinnedBench<'a> {
             driver,
             device,
             room: host::available().unwrap_or(0) / 2,
-            version,
             sheet: Sheet::new(only),
         })
     }

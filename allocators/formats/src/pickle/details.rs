@@ -6,7 +6,7 @@
 //!   frames of equal stacks are stored once, also if the file repeats them.
 //! - Text is stored once. Only the first 4 KiB of longer text are kept.
 
-use super::{Word, value::Value};
+use super::word::{Value, Word};
 use crate::names::{NameTable, StackTable};
 
 /// The interned values and the events.

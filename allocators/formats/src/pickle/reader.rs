@@ -17,7 +17,7 @@
 use super::{
     Word,
     details::{Details, EventRecord},
-    value::Value,
+    word::Value,
 };
 use crate::names::{NameTable, StackTable};
 use std::{

@@ -1,4 +1,4 @@
-//! The keys and values of a snapshot that have a meaning here.
+//! The values of a pickle, and the keys and values of a snapshot that have a meaning here.
 
 macro_rules! words {
     ($($word:ident = $text:literal),+ $(,)?) => {
@@ -78,6 +78,26 @@ impl Word {
     pub(super) fn is_detail(self) -> bool {
         self as u8 >= Self::Frames as u8
     }
+}
+
+/// A value in a pickle.
+#[cfg(feature = "read")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Value {
+    /// A whole number that fits into 64 bits.
+    Int(i64),
+    /// A known string.
+    Word(Word),
+    /// Another string, by its number. Only with details.
+    Text(u32),
+    /// A call stack, by its number. Only with details.
+    Stack(u32),
+    /// A list, or a tuple that contains objects, by its index.
+    List(u32),
+    /// A dictionary, by its index.
+    Dict(u32),
+    /// Anything else.
+    Other,
 }
 
 #[cfg(all(test, feature = "read"))]

@@ -7,11 +7,10 @@
 use super::{
     Fault, Trace, TraceDevice, TraceError, TraceFormat,
     builder::Builder,
-    log_event::{LogAction, LogEvent, LogPhase, LogSink, UNREADABLE},
+    log_event::{LogAction, LogEvent, LogPhase, LogSink, Skips, UNREADABLE},
     minimalloc::{Problem, ProblemColumns},
     raft::RaftReader,
     rmm::{RmmColumns, RmmReader},
-    skips::Skips,
     source::TraceSource,
 };
 use aquifer_core::event::BlockKind;

@@ -9,8 +9,7 @@
 use super::{
     Fault, TraceError,
     builder::size,
-    log_event::{LogAction, LogEvent, LogSink, UNREADABLE},
-    skips::Skips,
+    log_event::{LogAction, LogEvent, LogSink, Skips, UNREADABLE},
 };
 
 /// The maximum number of columns.

@@ -19,8 +19,7 @@
 use super::{
     Fault, MAX_BLOCK, TraceDevice,
     builder::whole,
-    log_event::{LogAction, LogEvent, LogPhase, LogSink, UNREADABLE},
-    skips::Skips,
+    log_event::{LogAction, LogEvent, LogPhase, LogSink, Skips, UNREADABLE},
 };
 
 /// A log that is being read.

@@ -26,8 +26,7 @@ use super::{
     Fault, TraceDevice,
     builder::size,
     error::Name,
-    log_event::{LogAction, LogEvent, LogSink, UNREADABLE},
-    skips::Skips,
+    log_event::{LogAction, LogEvent, LogSink, Skips, UNREADABLE},
 };
 use std::collections::BTreeMap;
 

@@ -40,7 +40,7 @@ use super::{
     Fault, MAX_BLOCK, SnapshotFacts, Trace, TraceDevice, TraceError, TraceFormat,
     builder::Builder,
     error::{Name, SnapshotError, SnapshotPath},
-    skips::Skips,
+    log_event::Skips,
 };
 use crate::pickle::{self, Objects, Value, Word};
 use std::{

@@ -3,7 +3,7 @@
 //! The file is copied and never mapped, since a mapping of a file that another process shortens
 //! raises a signal.
 
-use super::{pools, process::ProcessStatus};
+use super::pools::{self, ProcessStatus};
 use crate::{
     error::{FileFault, StatusError},
     folder,

@@ -1,15 +1,17 @@
-//! The figures of pools: consistent copies of their slots, with those of their parts and lines.
+//! The figures of a process and of its pools: consistent copies of their slots, with those of their
+//! parts and lines.
 
 use crate::{
     error::FileFault,
-    kind::PoolKind,
     layout::{FIGURES, LINE_WORDS, SLOT_WORDS, slot, stats_of, words_of},
     sequence,
+    slot::PoolKind,
     text::read_text,
 };
 use aquifer_core::PoolStats;
 use std::{
     collections::HashMap,
+    path::PathBuf,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -178,4 +180,48 @@ fn add_line(stats: &mut PoolStats, line: &[u64; LINE_WORDS]) {
     figures.allocations = taken;
     figures.frees = taken.wrapping_sub(blocks);
     *stats = sum(stats, &figures);
+}
+
+/// The figures of one process.
+#[derive(Clone, PartialEq, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct ProcessStatus {
+    /// The number that the process had when it started. Not to be trusted: after its death another
+    /// process may have it.
+    pub process: u32,
+    /// The command with its arguments, cut after 504 bytes.
+    pub command: String,
+    /// The version of the library.
+    pub version: String,
+    /// When the process began to publish, in nanoseconds since 1970.
+    pub started_ns: u64,
+    /// Whether the process lives: whether it holds the lock of its file.
+    pub is_alive: bool,
+    /// Its pools, in the order of their slots.
+    pub pools: Vec<PoolStatus>,
+    /// Pools whose figures cannot be read.
+    pub faults: Vec<FileFault>,
+    /// Its file.
+    pub path: PathBuf,
+}
+
+impl ProcessStatus {
+    /// Returns whether the process lived when it was read.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        self.is_alive
+    }
+
+    /// Returns when the process began to publish.
+    #[must_use]
+    pub fn started(&self) -> SystemTime {
+        UNIX_EPOCH + Duration::from_nanos(self.started_ns)
+    }
+
+    /// Returns the sum of the statistics of all pools.
+    #[must_use]
+    pub fn total(&self) -> PoolStats {
+        self.pools.iter().fold(PoolStats::default(), |total, pool| sum(&total, &pool.stats))
+    }
 }

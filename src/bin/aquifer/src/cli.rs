@@ -8,7 +8,7 @@ use aquifer_benches::{Benchmark, RowSelection, StageOptions};
 use aquifer_console::place::DeviceChoice;
 use aquifer_device::PoolConfig;
 use aquifer_formats::trace::TraceDevice;
-use aquifer_host::{StagerConfig, Stores};
+use aquifer_host::StagerConfig;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use clap_complete::Shell;
 use std::{path::PathBuf, str::FromStr, time::Duration};
@@ -231,7 +231,7 @@ pub(crate) enum Benched {
 A ratio is the arena's time over the peer's in the same run: below 1 is faster.
 Without a GPU pinned memory is pageable, and the pool is the same. Takes most of a
 minute. bump-scope is there if the program was built with the feature `peers`.")]
-    Arena(BenchArena),
+    Arena(OnDevice),
     /// The caching device pool, compared with the driver's allocator and the host's malloc
     #[command(after_help = "\
 A ratio is the pool's time over the peer's in the same run: below 1 is faster. On a
@@ -241,7 +241,7 @@ GPU the peer is the driver's stream-ordered allocator. Takes most of a minute.")
     #[command(after_help = "\
 A ratio is the pool's time over the peer's in the same run: below 1 is faster.
 Without a GPU memory is pageable, and the pool is the same. Takes most of a minute.")]
-    Pinned(BenchPinned),
+    Pinned(OnDevice),
     /// Staging of pageable memory and files, compared with the driver's copy and the pinned limit
     #[command(after_help = "\
 A ratio is the stager's time over the peer's in the same run: below 1 is faster. Takes some minutes, and with the largest transfers 20 GiB of host memory.")]
@@ -252,17 +252,17 @@ A ratio is the stager's time over the peer's in the same run: below 1 is faster.
 A ratio is the time over the peer's in the same run: below 1 is faster. `adds` is a
 median of 21 turns, with the interval of 95 %. Takes some minutes. mimalloc, jemalloc
 and similar crates are there if the program was built with the feature `peers`.")]
-    Global(BenchGlobal),
+    Global(RowFlags),
     /// Charges to budgets: by level, by lease, with 16 threads, and with waits
     #[command(after_help = "\
 A ratio is the budget's time over the host's malloc in the same run. No device is part
 of it. Takes some seconds.")]
-    Budget(BenchBudget),
+    Budget(RowFlags),
     /// Choosing a simulated device: by each policy, in groups, with 16 threads
     #[command(after_help = "\
 A ratio is the placer's time over that of a vector of free bytes behind a lock in the
 same run. No GPU is part of it. Takes most of a minute.")]
-    Placement(BenchPlacement),
+    Placement(RowFlags),
 }
 
 impl Benched {
@@ -283,9 +283,9 @@ impl Benched {
                 };
                 (Benchmark::Stage(options), args.rows)
             }
-            Self::Global(args) => (Benchmark::Global, args.rows),
-            Self::Budget(args) => (Benchmark::Budget, args.rows),
-            Self::Placement(args) => (Benchmark::Placement, args.rows),
+            Self::Global(rows) => (Benchmark::Global, rows),
+            Self::Budget(rows) => (Benchmark::Budget, rows),
+            Self::Placement(rows) => (Benchmark::Placement, rows),
         }
     }
 }
@@ -314,28 +314,12 @@ impl RowFlags {
     }
 }
 
-/// Flags of `bench arena`.
+/// Flags of `bench arena` and `bench pinned`.
 #[derive(Args, Debug)]
-pub(crate) struct BenchArena {
+pub(crate) struct OnDevice {
     /// Device that the pinned memory serves: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
-    /// Row selection and output format
-    #[command(flatten)]
-    pub(crate) rows: RowFlags,
-}
-
-/// Flags of `bench budget`.
-#[derive(Args, Debug)]
-pub(crate) struct BenchBudget {
-    /// Row selection and output format
-    #[command(flatten)]
-    pub(crate) rows: RowFlags,
-}
-
-/// Flags of `bench placement`.
-#[derive(Args, Debug)]
-pub(crate) struct BenchPlacement {
     /// Row selection and output format
     #[command(flatten)]
     pub(crate) rows: RowFlags,
@@ -353,17 +337,6 @@ pub(crate) struct BenchDevice {
     /// Also time the driver's own calls, on a GPU
     #[arg(long)]
     pub(crate) driver: bool,
-}
-
-/// Flags of `bench pinned`.
-#[derive(Args, Debug)]
-pub(crate) struct BenchPinned {
-    /// Device that the pinned memory serves: auto, sim, cuda or cuda:N
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
-    pub(crate) device: DeviceChoice,
-    /// Row selection and output format
-    #[command(flatten)]
-    pub(crate) rows: RowFlags,
 }
 
 /// Flags of `bench stage`.
@@ -386,14 +359,6 @@ pub(crate) struct BenchStage {
     pub(crate) stager: StagerFlags,
 }
 
-/// Flags of `bench global`.
-#[derive(Args, Debug)]
-pub(crate) struct BenchGlobal {
-    /// Row selection and output format
-    #[command(flatten)]
-    pub(crate) rows: RowFlags,
-}
-
 /// Flags of `stage`.
 #[derive(Args, Debug)]
 pub(crate) struct Stage {
@@ -413,12 +378,9 @@ pub(crate) struct Stage {
 /// Settings of a stager. A flag that is not given leaves the library's default.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct StagerFlags {
-    /// Threads that fill slots for the device, and that empty them
+    /// Threads that fill slots for the device, and as many that empty them
     #[arg(long, value_name = "N")]
     pub(crate) workers: Option<usize>,
-    /// Threads that empty slots of the device (default: as many as --workers)
-    #[arg(long, value_name = "N")]
-    pub(crate) down_workers: Option<usize>,
     /// Bytes per slot
     #[arg(long, value_name = "BYTES")]
     pub(crate) slot: Option<Size>,
@@ -431,42 +393,6 @@ pub(crate) struct StagerFlags {
     /// Largest transfer in bytes that one driver copy moves to the device
     #[arg(long, value_name = "BYTES", value_parser = size_or_none)]
     pub(crate) direct: Option<Size>,
-    /// Largest transfer in bytes that one driver copy moves to the host
-    #[arg(long, value_name = "BYTES", value_parser = size_or_none)]
-    pub(crate) down_direct: Option<Size>,
-    /// Largest transfer in bytes that the calling thread copies to the device itself
-    #[arg(long, value_name = "BYTES", value_parser = size_or_none)]
-    pub(crate) alone: Option<Size>,
-    /// Largest transfer in bytes that the calling thread copies to the host itself
-    #[arg(long, value_name = "BYTES", value_parser = size_or_none)]
-    pub(crate) down_alone: Option<Size>,
-    /// How the processor writes into slots
-    #[arg(long, value_enum)]
-    pub(crate) stores: Option<StoresChoice>,
-    /// How the processor writes data that comes from the device
-    #[arg(long, value_enum)]
-    pub(crate) down_stores: Option<StoresChoice>,
-}
-
-/// How the processor writes.
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum StoresChoice {
-    /// Choose by the machine's caches
-    Auto,
-    /// Through the caches
-    Cached,
-    /// Past the caches, with non-temporal stores
-    Past,
-}
-
-impl From<StoresChoice> for Stores {
-    fn from(choice: StoresChoice) -> Self {
-        match choice {
-            StoresChoice::Auto => Self::Auto,
-            StoresChoice::Cached => Self::Cached,
-            StoresChoice::Past => Self::NonTemporal,
-        }
-    }
 }
 
 impl StagerFlags {
@@ -475,16 +401,11 @@ impl StagerFlags {
         let mut config = StagerConfig::default();
         let bytes = |size: Option<Size>, usual| size.map_or(usual, |size| size.0 as usize);
         config.up_workers = self.workers.unwrap_or(config.up_workers);
-        config.down_workers = self.down_workers.or(self.workers).unwrap_or(config.down_workers);
+        config.down_workers = self.workers.unwrap_or(config.down_workers);
         config.slots = self.slots.unwrap_or(config.slots);
         config.slot = bytes(self.slot, config.slot);
         config.least_chunk = bytes(self.chunk, config.least_chunk.min(config.slot));
         config.direct = bytes(self.direct, config.direct);
-        config.down_direct = bytes(self.down_direct, config.down_direct);
-        config.alone = bytes(self.alone, config.alone);
-        config.down_alone = bytes(self.down_alone, config.down_alone);
-        config.stores = self.stores.map_or(config.stores, Stores::from);
-        config.down_stores = self.down_stores.map_or(config.down_stores, Stores::from);
         config
     }
 }

@@ -2,32 +2,36 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `facts` | the data of the driver and the kernel |
+//! | `facts` | the data of the driver and the kernel, and a conclusion from it |
 //! | `probe` | tests of pinning and copying |
-//! | `finding`, `diagnosis` | one conclusion, and all of a machine |
+//! | `transports` | ways to other processes, devices and machines, by trying each |
 //! | `findings` | the conclusions: what a program gets, and warnings with their fixes |
 //! | `places` | the conclusions on host memory of each node and device |
-//! | `ledgers` | memory that processes share |
-//! | `transports` | ways to other processes, devices and machines, by trying each |
-//! | `screen` | the page, and JSON |
+//! | `screen` | all of it, as a page and as JSON |
 
-mod diagnosis;
 mod facts;
-mod finding;
 mod findings;
-mod ledgers;
 mod places;
 mod probe;
 mod screen;
 mod transports;
 
-pub(crate) use diagnosis::Diagnosis;
+use crate::ledgers;
+use aquifer_console::gpu::Gpus;
+use facts::Facts;
+use probe::Probe;
+pub(crate) use screen::Diagnosis;
 
-use crate::cli;
-
-impl Diagnosis {
-    /// Returns the report in the requested format.
-    pub(crate) fn text(&self, args: &cli::Doctor) -> String {
-        if args.json { screen::json(self) } else { screen::page(self) }
-    }
+/// Reads the facts, runs the probes and draws the conclusions. Takes a second or two, mostly for
+/// the driver's start, and longer with many nodes.
+pub(crate) fn diagnose() -> Diagnosis {
+    let gpus = Gpus::open();
+    let facts = Facts::gather(&gpus);
+    // Without data on the host, no memory can be placed on it.
+    let probes = match &facts.host {
+        Ok(host) => Probe::run_all(host, gpus.as_ref().ok(), &facts),
+        Err(_) => Vec::new(),
+    };
+    let findings = findings::conclude(&facts, &probes);
+    Diagnosis { facts, probes, findings, shared: ledgers::read() }
 }

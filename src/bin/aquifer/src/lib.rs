@@ -4,7 +4,6 @@
 //! | module | contents |
 //! |---|---|
 //! | `cli` | commands and flags |
-//! | `made` | the list of generated traces |
 //! | `replay` | replaying a trace |
 //! | `plan` | placing the blocks of a trace |
 //! | `report` | what held memory in a trace |
@@ -14,9 +13,8 @@
 //! | `ledgers` | the memories that processes share |
 //! | `listen_address` | where to listen, and what is refused |
 //! | `amount` | amounts of memory |
-//! | `rows` | rows of a result on the screen |
-//! | `output` | files that appear whole or not at all |
-//! | `trace_file` | what commands say of the traces that they read |
+//! | `error` | why a command has no result |
+//! | `output` | files that appear whole or not at all, and rows on the screen |
 //!
 //! The benchmarks are the crate [`aquifer_benches`]. What they and the other commands share is the
 //! crate [`aquifer_console`]: the device to run on, the progress line, and how results are written.
@@ -28,21 +26,21 @@
 mod amount;
 mod cli;
 mod doctor;
+mod error;
 mod ledgers;
 mod listen_address;
-mod made;
 mod metrics;
 mod output;
 mod plan;
 mod replay;
 mod report;
-mod rows;
 mod top;
-mod trace_file;
 
-use aquifer_console::foreign::printable;
-use aquifer_formats::trace::made::asks_for_list;
+use aquifer_console::{foreign::printable, layout::wrap};
+use aquifer_formats::trace::made::{WORKLOADS, asks_for_list};
 use cli::{Command, Refused};
+use error::CommandError;
+use serde_json::json;
 use std::{
     ffi::OsString,
     io::{self, Write},
@@ -56,97 +54,107 @@ const NO: u8 = 1;
 /// Exit status: the request is invalid.
 const MISTAKE: u8 = 2;
 
+/// What a command prints.
+enum Printed {
+    /// Lines, and the exit status. What is within a line may be of other processes and of files.
+    Lines(String, u8),
+    /// Bytes that are printed unchanged.
+    Raw(Vec<u8>),
+}
+
 /// Runs a command line, of which the first argument is the program's name. Writes the result to
 /// stdout, and returns the exit status.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let (text, status) = match cli::parse(arguments) {
-        Ok(cli) => match cli.command {
-            Command::Replay(args) if asks_for_list(&args.trace) => (made::list(args.json), WELL),
-            Command::Completions(args) => return raw(&cli::completions(args.shell)),
-            Command::Man => match cli::man() {
-                Ok(page) => return raw(&page),
-                Err(e) => return refuse(&e.to_string()),
-            },
-            Command::Replay(args) => match replay::run(&args) {
-                Ok(report) => {
-                    // If stderr cannot be written, the notes are still in the JSON.
-                    report.notes.iter().for_each(|note| report_error(note));
-                    let text = if args.json { report.to_json() } else { report.to_screen() };
-                    (text, if report.is_clean() { WELL } else { NO })
-                }
-                Err(mistake) => return refuse(&mistake.to_string()),
-            },
-            Command::Report(args) if asks_for_list(&args.trace) => (made::list(args.json), WELL),
-            Command::Report(args) => match report::run(&args) {
-                Ok(result) => (result.text, if result.within_limit { WELL } else { NO }),
-                Err(mistake) => return refuse(&mistake.to_string()),
-            },
-            Command::Plan(args) if asks_for_list(&args.trace) => (made::list(args.json), WELL),
-            Command::Plan(args) => match plan::run(&args) {
-                Ok(report) => {
-                    let text = if args.json { report.to_json() } else { report.to_screen() };
-                    report.notes.iter().for_each(|note| report_error(note));
-                    let refused = args.check && !report.fits();
-                    (text, if refused { NO } else { WELL })
-                }
-                Err(mistake) => return refuse(&mistake.to_string()),
-            },
-            Command::Bench(args) => {
-                let (benchmark, rows) = args.what.settings();
-                match aquifer_benches::run(&benchmark, &rows.selection()) {
-                    Ok(report) => {
-                        let report = report.with_note(rows.note);
-                        let text = if rows.json { report.to_json() } else { report.to_screen() };
-                        (text, if report.is_clean() { WELL } else { NO })
-                    }
-                    Err(mistake) => return refuse(&mistake.to_string()),
-                }
-            }
-            Command::Stage(args) => {
-                match aquifer_benches::load_file(&args.file, args.device, args.stager.config()) {
-                    Ok(report) => {
-                        let text = if args.json { report.to_json() } else { report.to_screen() };
-                        (text, if report.is_whole() { WELL } else { NO })
-                    }
-                    Err(mistake) => return refuse(&mistake.to_string()),
-                }
-            }
-            Command::Top(args) => match top::run(&args) {
-                Ok(text) if text.is_empty() => return ExitCode::from(WELL),
-                Ok(text) => (text, WELL),
-                Err(mistake) => return refuse(&mistake.to_string()),
-            },
-            Command::Metrics(args) => match metrics::run(&args) {
-                Ok(text) => return raw(text.as_bytes()),
-                Err(mistake) => return refuse(&mistake.to_string()),
-            },
-            Command::Doctor(args) => {
-                let diagnosis = doctor::Diagnosis::make();
-                let refused = args.strict && diagnosis.has_warnings();
-                (diagnosis.text(&args), if refused { NO } else { WELL })
-            }
-        },
-        Err(Refused::Words(text)) => (text.trim_end().to_owned(), WELL),
+    let printed = match cli::parse(arguments) {
+        Ok(cli) => execute(cli.command),
+        Err(Refused::Words(text)) => Ok(Printed::Lines(text.trim_end().to_owned(), WELL)),
         Err(Refused::Mistake(line)) => return refuse(&line),
     };
-    // The lines of a text are ours. What is within them may be of other processes and of files.
-    let text: Vec<_> = text.split('\n').map(printable).collect();
-    match writeln!(io::stdout().lock(), "{}", text.join("\n")) {
-        Ok(()) => ExitCode::from(status),
-        // The reader closed the pipe. This is no error.
-        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => ExitCode::from(status),
-        Err(e) => refuse(&format!("the result cannot be written: {e}")),
+    let (bytes, status) = match printed {
+        Ok(Printed::Lines(text, status)) => {
+            let lines: Vec<_> = text.split('\n').map(printable).collect();
+            ((lines.join("\n") + "\n").into_bytes(), status)
+        }
+        Ok(Printed::Raw(bytes)) => (bytes, WELL),
+        Err(error) => return refuse(&error.to_string()),
+    };
+    match io::stdout().lock().write_all(&bytes) {
+        // That the reader has closed the pipe is no error.
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            refuse(&CommandError::Result(e).to_string())
+        }
+        _ => ExitCode::from(status),
     }
 }
 
-/// Writes bytes to stdout unchanged.
-fn raw(bytes: &[u8]) -> ExitCode {
-    match io::stdout().lock().write_all(bytes) {
-        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
-            refuse(&format!("the result cannot be written: {e}"))
+fn execute(command: Command) -> Result<Printed, CommandError> {
+    let judged = |text, is_well| Ok(Printed::Lines(text, if is_well { WELL } else { NO }));
+    match command {
+        Command::Replay(cli::Replay { trace, json, .. })
+        | Command::Report(cli::Report { trace, json, .. })
+        | Command::Plan(cli::PlanArgs { trace, json, .. })
+            if asks_for_list(&trace) =>
+        {
+            judged(workloads(json), true)
         }
-        _ => ExitCode::from(WELL),
+        Command::Replay(args) => {
+            let report = replay::run(&args)?;
+            // If stderr cannot be written, the notes are still in the JSON.
+            report.notes.iter().for_each(|note| report_error(note));
+            let text = if args.json { report.to_json() } else { report.to_screen() };
+            judged(text, report.is_clean())
+        }
+        Command::Report(args) => {
+            let result = report::run(&args)?;
+            judged(result.text, result.within_limit)
+        }
+        Command::Plan(args) => {
+            let report = plan::run(&args)?;
+            report.notes.iter().for_each(|note| report_error(note));
+            let text = if args.json { report.to_json() } else { report.to_screen() };
+            judged(text, !args.check || report.fits())
+        }
+        Command::Bench(args) => {
+            let (benchmark, rows) = args.what.settings();
+            let report = aquifer_benches::run(&benchmark, &rows.selection());
+            let report = report.map_err(CommandError::Bench)?.with_note(rows.note);
+            let text = if rows.json { report.to_json() } else { report.to_screen() };
+            judged(text, report.is_clean())
+        }
+        Command::Stage(args) => {
+            let report = aquifer_benches::load_file(&args.file, args.device, args.stager.config());
+            let report = report.map_err(CommandError::Load)?;
+            let text = if args.json { report.to_json() } else { report.to_screen() };
+            judged(text, report.is_whole())
+        }
+        Command::Top(args) => match top::run(&args)? {
+            Some(text) => judged(text, true),
+            None => Ok(Printed::Raw(Vec::new())),
+        },
+        Command::Metrics(args) => Ok(Printed::Raw(metrics::run(&args)?.into_bytes())),
+        Command::Doctor(args) => {
+            let diagnosis = doctor::diagnose();
+            let text = if args.json { diagnosis.to_json() } else { diagnosis.to_screen() };
+            judged(text, !args.strict || !diagnosis.has_warnings())
+        }
+        Command::Completions(args) => Ok(Printed::Raw(cli::completions(args.shell))),
+        Command::Man => cli::man().map(Printed::Raw).map_err(CommandError::Result),
     }
+}
+
+/// Returns the list of generated traces as text or as JSON.
+fn workloads(as_json: bool) -> String {
+    if as_json {
+        let rows = WORKLOADS.iter().map(|w| json!({ "name": w.name, "about": w.about }));
+        return serde_json::Value::from_iter(rows).to_string();
+    }
+    let mut lines = vec!["aquifer replay made:NAME[,seed=N][,scale=X][,length=X]".to_owned()];
+    for workload in &WORKLOADS {
+        lines.push(format!("  {}", workload.name));
+        lines.extend(wrap(workload.about, 74).into_iter().map(|line| format!("      {line}")));
+    }
+    lines.push("next  aquifer replay made:steady".to_owned());
+    lines.join("\n")
 }
 
 /// Prints an error in one line on stderr and returns the exit status for it.
@@ -160,4 +168,21 @@ fn report_error(line: &str) {
     let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
     // A failure to write to stderr cannot be reported.
     let _ = writeln!(io::stderr().lock(), "aquifer: {}", printable(&line));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_list_names_every_workload_and_fits_on_a_screen() {
+        let text = workloads(false);
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+        let rows: serde_json::Value = serde_json::from_str(&workloads(true)).unwrap();
+        for (at, workload) in WORKLOADS.iter().enumerate() {
+            assert!(text.contains(workload.name));
+            assert_eq!(rows[at]["name"], workload.name);
+            assert!(!workload.about.is_empty());
+        }
+    }
 }

@@ -1,9 +1,10 @@
-//! Files that appear whole or not at all.
+//! Files that appear whole or not at all, and rows of a result on the screen.
 //!
-//! The contents go to a file without a name (`O_TMPFILE`), so that nothing stays behind if the
-//! program is interrupted. When they are complete, the file gets a temporary name and is renamed.
-//! Where the file system has no such files, the temporary name is there from the start.
+//! The contents of a file go to a file without a name (`O_TMPFILE`), so that nothing stays behind
+//! if the program is interrupted. When they are complete, the file gets a temporary name and is
+//! renamed. Where the file system has no such files, the temporary name is there from the start.
 
+use aquifer_console::layout::wrap;
 use nix::{
     fcntl::{AT_FDCWD, AtFlags, OFlag},
     unistd::linkat,
@@ -25,11 +26,9 @@ pub(crate) fn write_whole(
     path: &Path,
     write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
 ) -> io::Result<()> {
-    let buffered =
-        |file: &File| Ok::<_, io::Error>(BufWriter::with_capacity(1 << 16, file.try_clone()?));
     if fs::metadata(path).is_ok_and(|there| !there.is_file() && !there.is_dir()) {
         let file = OpenOptions::new().write(true).open(path)?;
-        return finish(buffered(&file)?, write);
+        return finish(&file, write);
     }
     if path.is_dir() || path.file_name().is_none() {
         return Err(io::Error::new(io::ErrorKind::IsADirectory, "it is a directory"));
@@ -47,22 +46,27 @@ pub(crate) fn write_whole(
         .custom_flags(OFlag::O_TMPFILE.bits())
         .open(folder);
     if let Ok(file) = unnamed {
-        finish(buffered(&file)?, write)?;
+        fill(&file, write)?;
         let link = format!("/proc/self/fd/{}", file.as_raw_fd());
         linkat(AT_FDCWD, link.as_str(), AT_FDCWD, &temporary.0, AtFlags::AT_SYMLINK_FOLLOW)?;
     } else {
         let file = OpenOptions::new().write(true).create_new(true).open(&temporary.0)?;
-        finish(buffered(&file)?, write)?;
+        fill(&file, write)?;
     }
     fs::rename(&temporary.0, &path)
 }
 
-fn finish(
-    mut file: BufWriter<File>,
-    write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
-) -> io::Result<()> {
-    write(&mut file)?;
-    file.flush()
+/// Fills a regular file. Without the synchronisation a crash of the machine may leave an empty file
+/// under the name.
+fn fill(file: &File, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+    finish(file, write)?;
+    file.sync_all()
+}
+
+fn finish(file: &File, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+    let mut buffered = BufWriter::with_capacity(1 << 16, file);
+    write(&mut buffered)?;
+    buffered.flush()
 }
 
 /// A name that is removed when it goes out of scope, if it is still there.
@@ -82,6 +86,27 @@ impl Drop for TemporaryName {
         // After the rename it is gone already.
         let _ = fs::remove_file(&self.0);
     }
+}
+
+/// Returns whether an output is the file that is read.
+pub(crate) fn is_same_file(output: &Path, input: &Path) -> bool {
+    let real = |path: &Path| fs::canonicalize(path).ok().filter(|path| path.is_file());
+    real(output).is_some_and(|output| real(input) == Some(output))
+}
+
+/// Columns of the screen.
+pub(crate) const WIDTH: usize = 80;
+/// Columns before the remark of a row.
+pub(crate) const REMARK: usize = 32;
+
+/// Adds a row with a label, a figure and a remark. The remark may continue in the next line. It is
+/// not broken at a no-break space.
+pub(crate) fn row(lines: &mut Vec<String>, label: &str, figure: &str, remark: &str) {
+    let mut remarks =
+        wrap(remark, WIDTH - REMARK).into_iter().map(|line| line.replace('\u{a0}', " "));
+    let first = remarks.next().unwrap_or_default();
+    lines.push(format!("  {label:<15} {figure:>12}  {first}").trim_end().to_owned());
+    lines.extend(remarks.map(|more| format!("{:REMARK$}{more}", "")));
 }
 
 #[cfg(test)]

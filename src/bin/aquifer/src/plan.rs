@@ -2,96 +2,20 @@
 
 use crate::{
     cli::PlanArgs,
-    output,
-    rows::{WIDTH, row},
-    trace_file,
+    error::CommandError,
+    output::{self, WIDTH, row},
 };
 use aquifer_console::{
     figures::{Count, Of},
-    foreign, json,
+    json,
     layout::{clip_middle, shell_word},
     progress::ProgressLine,
 };
 use aquifer_core::Bytes;
-use aquifer_formats::trace::{Trace, TraceError};
-use aquifer_plan::{Plan, PlanBlock, PlanError, PlanOptions};
+use aquifer_formats::trace::Trace;
+use aquifer_plan::{Plan, PlanBlock, PlanOptions};
 use serde_json::{Value, json};
-use std::{
-    fmt, io,
-    path::PathBuf,
-    time::{Duration, Instant},
-};
-
-/// Why there is no plan.
-#[derive(Debug)]
-pub(crate) enum PlanCommandError {
-    /// The trace is invalid.
-    Trace {
-        /// The file.
-        path: PathBuf,
-        /// The error in it.
-        error: TraceError,
-    },
-    /// The blocks of the trace cannot be planned.
-    Blocks {
-        /// The file.
-        path: PathBuf,
-        /// The error in it.
-        error: PlanError,
-    },
-    /// A gate cannot check rows that cannot be read.
-    Unread {
-        /// The file.
-        path: PathBuf,
-        /// The number of such rows.
-        rows: u64,
-    },
-    /// A plan is for one device, and the trace has several.
-    SeveralDevices {
-        /// The file.
-        path: PathBuf,
-        /// Its devices.
-        devices: Vec<u32>,
-    },
-    /// The output is the trace.
-    OutputIsTrace(PathBuf),
-    /// The plan cannot be written.
-    Output(PathBuf, io::Error),
-}
-
-impl fmt::Display for PlanCommandError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Trace { path, error } => trace_file::write_error(f, path, error),
-            Self::Blocks { path, error } => write!(f, "{}: {error}", foreign::path(path)),
-            Self::SeveralDevices { path, devices } => {
-                let names: Vec<_> = devices.iter().map(ToString::to_string).collect();
-                write!(
-                    f,
-                    "{} has memory of devices {}, and a plan is for one: --device-index N chooses it",
-                    foreign::path(path),
-                    names.join(", ")
-                )
-            }
-            Self::Unread { path, rows } => trace_file::write_unread(f, path, *rows),
-            Self::OutputIsTrace(path) => {
-                write!(f, "{} would replace the trace that is read", foreign::path(path))
-            }
-            Self::Output(path, e) => write!(f, "{} cannot be written: {e}", foreign::path(path)),
-        }
-    }
-}
-
-impl std::error::Error for PlanCommandError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Trace { error, .. } => Some(error),
-            Self::Blocks { error, .. } => Some(error),
-            Self::Output(_, e) => Some(e),
-            Self::SeveralDevices { .. } | Self::Unread { .. } | Self::OutputIsTrace(_) => None,
-        }
-    }
-}
+use std::time::{Duration, Instant};
 
 /// The result of the command.
 #[derive(Clone, PartialEq, Debug)]
@@ -114,23 +38,23 @@ pub(crate) struct PlanReport {
 /// Runs the `plan` command.
 ///
 /// # Errors
-/// [`PlanCommandError`]. The file is then as it was before.
-pub(crate) fn run(args: &PlanArgs) -> Result<PlanReport, PlanCommandError> {
+/// [`CommandError`]. The file is then as it was before.
+pub(crate) fn run(args: &PlanArgs) -> Result<PlanReport, CommandError> {
     let path = || args.trace.clone();
     if let Some(output) = &args.output
-        && trace_file::is_same_file(output, &args.trace)
+        && output::is_same_file(output, &args.trace)
     {
-        return Err(PlanCommandError::OutputIsTrace(output.clone()));
+        return Err(CommandError::OutputIsInput(output.clone()));
     }
     let mut progress = ProgressLine::on_terminal();
     progress.phase("reading the trace");
-    let trace = Trace::read(&args.trace, args.device_index)
-        .map_err(|error| PlanCommandError::Trace { path: path(), error })?;
+    let trace =
+        Trace::read(&args.trace, args.device_index).map_err(CommandError::in_trace(&args.trace))?;
     if trace.devices.len() > 1 && args.device_index.is_none() {
-        return Err(PlanCommandError::SeveralDevices { path: path(), devices: trace.devices });
+        return Err(CommandError::SeveralDevices { path: path(), devices: trace.devices });
     }
     if args.check && trace.unreadable > 0 {
-        return Err(PlanCommandError::Unread { path: path(), rows: trace.unreadable });
+        return Err(CommandError::Unread { path: path(), rows: trace.unreadable });
     }
     progress.phase("planning");
     let mut options = PlanOptions::default();
@@ -140,12 +64,12 @@ pub(crate) fn run(args: &PlanArgs) -> Result<PlanReport, PlanCommandError> {
     }
     let begun = Instant::now();
     let plan = Plan::make(&PlanBlock::of_trace(&trace), &options)
-        .map_err(|error| PlanCommandError::Blocks { path: path(), error })?;
+        .map_err(|error| CommandError::Blocks { path: path(), error })?;
     let seconds = begun.elapsed().as_secs_f64();
     if let Some(file) = &args.output {
         progress.phase("writing");
         output::write_whole(file, |out| plan.write_to(out))
-            .map_err(|e| PlanCommandError::Output(file.clone(), e))?;
+            .map_err(|e| CommandError::Output(file.clone(), e))?;
     }
     progress.clear();
     Ok(PlanReport {

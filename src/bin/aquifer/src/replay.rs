@@ -47,28 +47,19 @@ pub(crate) use report::ReplayReport;
 
 use crate::{
     cli::{self, Allocator, DEFAULT_LAG},
-    output::write_whole,
-    trace_file,
+    error::CommandError,
+    output::{is_same_file, write_whole},
 };
 use aquifer_console::{
-    foreign,
-    place::{DeviceChoice, NoPlace, Place},
+    place::{DeviceChoice, Place},
     progress::ProgressLine,
 };
-use aquifer_core::{Bytes, MemoryError};
-use aquifer_formats::trace::{Trace, TraceError};
+use aquifer_formats::trace::Trace;
 use aquifer_plan::{Plan, PlanFileError};
 use bench::{Checked, ReplayBench};
 use engine::Order;
 use report::Search;
-use std::{
-    fmt,
-    fs::File,
-    io::{self, BufReader},
-    num::NonZeroU32,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{fs::File, io::BufReader, num::NonZeroU32, path::Path, sync::Arc};
 
 /// The seed of the changes to a trace, so that all replays change the same allocations.
 const CHANGES: u64 = 7;
@@ -77,103 +68,23 @@ const CHANGES: u64 = 7;
 #[cfg(test)]
 fn trace_of(rows: &str) -> Trace {
     let text = format!("t_us,op,id,bytes,stream\n{rows}");
-    Trace::from_reader(io::Cursor::new(text), None).unwrap_or_else(|e| panic!("{e}"))
-}
-
-/// Why there is no report.
-#[derive(Debug)]
-pub(crate) enum ReplayError {
-    /// The trace is invalid.
-    Trace {
-        /// The file.
-        path: PathBuf,
-        /// The error in it.
-        error: TraceError,
-    },
-    /// The requested device does not exist.
-    Place(NoPlace),
-    /// `--lag` and a device that is not simulated.
-    NeedsSim,
-    /// The budget exceeds the device's memory.
-    Budget {
-        /// Bytes requested.
-        asked: u64,
-        /// Bytes of memory of the device.
-        memory: u64,
-        /// The device's display name.
-        title: String,
-    },
-    /// The plan cannot be read.
-    Plan {
-        /// The file.
-        path: PathBuf,
-        /// The error in it.
-        error: PlanFileError,
-    },
-    /// A flag for the pool and another allocator. Contains the flag.
-    NeedsPool(&'static str),
-    /// The allocator or its streams could not be created.
-    Setup(MemoryError),
-    /// An output is the trace that is read.
-    OutputIsInput(PathBuf),
-    /// The snapshot or the trace cannot be written.
-    Output(PathBuf, io::Error),
-}
-
-impl fmt::Display for ReplayError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Trace { path, error } => trace_file::write_error(f, path, error),
-            Self::Place(e) => e.fmt(f),
-            Self::NeedsSim => f.write_str("--lag is for the simulated device only: --device sim"),
-            Self::Budget { asked, memory, title } => {
-                write!(
-                    f,
-                    "a budget of {asked} bytes ({}) is more than the {} of the {title}",
-                    Bytes(*asked),
-                    Bytes(*memory)
-                )
-            }
-            Self::Plan { path, error } => write!(f, "{}: {error}", foreign::path(path)),
-            Self::NeedsPool(flag) => write!(f, "{flag} is for the pool only: --allocator pool"),
-            Self::Setup(e) => write!(f, "the replay cannot begin: {e}"),
-            Self::OutputIsInput(path) => {
-                write!(f, "{} would replace the trace that is read", foreign::path(path))
-            }
-            Self::Output(path, e) => write!(f, "{} cannot be written: {e}", foreign::path(path)),
-        }
-    }
-}
-
-impl std::error::Error for ReplayError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Trace { error, .. } => Some(error),
-            Self::Place(e) => Some(e),
-            Self::Setup(e) => Some(e),
-            Self::Output(_, e) => Some(e),
-            Self::Plan { error, .. } => Some(error),
-            Self::NeedsSim | Self::Budget { .. } | Self::NeedsPool(_) | Self::OutputIsInput(_) => {
-                None
-            }
-        }
-    }
+    Trace::from_reader(std::io::Cursor::new(text), None).unwrap_or_else(|e| panic!("{e}"))
 }
 
 /// Runs the `replay` command.
 ///
 /// # Errors
-/// [`ReplayError`]. Every error but a failure to write the snapshot is returned before the trace is
-/// played.
-pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
+/// [`CommandError`]. Every error but a failure to write the snapshot is returned before the trace
+/// is played.
+pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, CommandError> {
     let mut outputs = [&args.snapshot, &args.save_trace].into_iter().flatten();
-    if let Some(path) = outputs.find(|path| trace_file::is_same_file(path, &args.trace)) {
-        return Err(ReplayError::OutputIsInput(path.clone()));
+    if let Some(path) = outputs.find(|path| is_same_file(path, &args.trace)) {
+        return Err(CommandError::OutputIsInput(path.clone()));
     }
     let mut progress = ProgressLine::on_terminal();
     progress.phase("reading the trace");
-    let trace = Trace::read(&args.trace, args.device_index)
-        .map_err(|error| ReplayError::Trace { path: args.trace.clone(), error })?;
+    let trace =
+        Trace::read(&args.trace, args.device_index).map_err(CommandError::in_trace(&args.trace))?;
     let trace = match args.streams.and_then(NonZeroU32::new) {
         Some(streams) => trace.split(streams),
         None => trace,
@@ -185,43 +96,43 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
     let plan = args.plan.as_deref().map(read_plan).transpose()?;
     for (flag, is_given) in [("--plan", plan.is_some()), ("--slack", args.slack.is_some())] {
         if is_given && args.allocator != Allocator::Pool {
-            return Err(ReplayError::NeedsPool(flag));
+            return Err(CommandError::NeedsPool(flag));
         }
     }
     let place = Place::choose(args.device);
     if args.lag.is_some() && !matches!(place, Ok(Place::Sim(_))) {
-        return Err(ReplayError::NeedsSim);
+        return Err(CommandError::NeedsSim);
     }
-    let place = place.map_err(ReplayError::Place)?;
+    let place = place.map_err(CommandError::Place)?;
     if let Some(path) = &args.save_trace {
         write_whole(path, |out| trace.write_to(out))
-            .map_err(|e| ReplayError::Output(path.clone(), e))?;
+            .map_err(|e| CommandError::Output(path.clone(), e))?;
     }
     let budget = args.budget.map(|amount| amount.bytes(trace.peak_live));
     if let Some(asked) = budget.filter(|&asked| asked > place.memory()) {
-        return Err(ReplayError::Budget { asked, memory: place.memory(), title: place.title() });
+        return Err(CommandError::Budget { asked, memory: place.memory(), title: place.title() });
     }
     let order = if args.ignore_order { Order::Ignored } else { Order::Told };
     let (plan, allocator, slack) = (plan.as_ref(), args.allocator, args.slack);
     let lag = args.lag.unwrap_or(DEFAULT_LAG);
     let bench = ReplayBench { trace: &trace, place: &place, allocator, order, plan, slack, lag };
     progress.phase("checking:");
-    let checked = bench.check(budget, &mut progress).map_err(ReplayError::Setup)?;
+    let checked = bench.check(budget, &mut progress).map_err(CommandError::Setup)?;
     let mut report = describe(args, &bench, budget, checked);
     if report.failure.is_none() {
-        match bench.measure(budget, args.repeat, &mut progress).map_err(ReplayError::Setup)? {
+        match bench.measure(budget, args.repeat, &mut progress).map_err(CommandError::Setup)? {
             Ok((timing, rounds)) => (report.timing, report.rounds) = (Some(timing), rounds),
             Err(failure) => report.failure = Some(failure),
         }
     }
     if let Some(path) = &args.snapshot {
         progress.phase("recording:");
-        let snapshot = bench.record(budget, &mut progress).map_err(ReplayError::Setup)?;
-        snapshot.save(path).map_err(|e| ReplayError::Output(path.clone(), e))?;
+        let snapshot = bench.record(budget, &mut progress).map_err(CommandError::Setup)?;
+        snapshot.save(path).map_err(|e| CommandError::Output(path.clone(), e))?;
     }
     if args.fit {
-        let found =
-            fit::search(&bench, &report, args.repeat, &mut progress).map_err(ReplayError::Setup)?;
+        let found = fit::search(&bench, &report, args.repeat, &mut progress)
+            .map_err(CommandError::Setup)?;
         report.violations.count += found.violations.count;
         report.violations.first.extend(found.violations.first);
         report.fit = Some(found.fit.map_or(Search::Nothing, Search::Found));
@@ -229,8 +140,8 @@ pub(crate) fn run(args: &cli::Replay) -> Result<ReplayReport, ReplayError> {
     Ok(report)
 }
 
-fn read_plan(path: &Path) -> Result<Arc<Plan>, ReplayError> {
-    let error = |error| ReplayError::Plan { path: path.to_owned(), error };
+fn read_plan(path: &Path) -> Result<Arc<Plan>, CommandError> {
+    let error = |error| CommandError::Plan { path: path.to_owned(), error };
     let file = File::open(path).map_err(|e| error(PlanFileError::Io(e)))?;
     Plan::read_from(BufReader::new(file)).map(Arc::new).map_err(error)
 }

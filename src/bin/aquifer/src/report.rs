@@ -22,7 +22,7 @@ mod page;
 mod selection;
 mod text;
 
-use crate::{cli, output, trace_file};
+use crate::{cli, error::CommandError, output};
 use analysis::{RunAnalysis, find_peak};
 use aquifer_console::{foreign, progress::ProgressLine};
 use aquifer_core::Bytes;
@@ -31,83 +31,16 @@ use aquifer_formats::{
     trace::{TraceDevice, TraceError},
 };
 use data::{DevicePeak, ReportRun};
-use page::{PageError, ReportPage};
+use page::ReportPage;
 use std::{
-    fmt,
     fs::File,
     io::{self, BufReader, Read},
-    path::{Path, PathBuf},
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
 };
-
-/// Why there is no report.
-#[derive(Debug)]
-pub(crate) enum ReportError {
-    /// An input is invalid.
-    Input {
-        /// The file.
-        path: PathBuf,
-        /// The error in it.
-        error: TraceError,
-    },
-    /// A gate cannot check rows that cannot be read.
-    Unread {
-        /// The file.
-        path: PathBuf,
-        /// The number of such rows.
-        rows: u64,
-    },
-    /// The standard input is named twice.
-    TwiceStandardInput,
-    /// Two inputs have no device in common: their names and devices.
-    NoCommonDevice([(String, Vec<TraceDevice>); 2]),
-    /// An output is one of the inputs.
-    OutputIsInput(PathBuf),
-    /// The page does not fit its limit.
-    Page(PageError),
-    /// A file cannot be written.
-    Output(PathBuf, io::Error),
-}
-
-impl fmt::Display for ReportError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Input { path, error } => trace_file::write_error(f, path, error),
-            Self::TwiceStandardInput => f.write_str("the standard input can be read once"),
-            Self::NoCommonDevice(inputs) => {
-                let [first, second] = inputs.each_ref().map(|(name, devices)| {
-                    let name = text::printable(name);
-                    let names: Vec<_> = devices.iter().map(ToString::to_string).collect();
-                    match &names[..] {
-                        [] => format!("{name} does not tell its device"),
-                        [one] => format!("{name} has memory of device {one}"),
-                        _ => format!("{name} has memory of devices {}", names.join(", ")),
-                    }
-                });
-                write!(f, "{first} and {second}: only memory of the same device can be compared")
-            }
-            Self::Unread { path, rows } => trace_file::write_unread(f, path, *rows),
-            Self::OutputIsInput(path) => {
-                write!(f, "{} would replace the trace that is read", foreign::path(path))
-            }
-            Self::Page(e) => e.fmt(f),
-            Self::Output(path, e) => write!(f, "{} cannot be written: {e}", foreign::path(path)),
-        }
-    }
-}
-
-impl std::error::Error for ReportError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Input { error, .. } => Some(error),
-            Self::Output(_, e) => Some(e),
-            _ => None,
-        }
-    }
-}
 
 /// The result of the command.
 #[derive(Debug)]
@@ -121,18 +54,18 @@ pub(crate) struct ReportResult {
 /// Runs the `report` command.
 ///
 /// # Errors
-/// [`ReportError`]. No file is written before all inputs are read.
-pub(crate) fn run(args: &cli::Report) -> Result<ReportResult, ReportError> {
+/// [`CommandError`]. No file is written before all inputs are read.
+pub(crate) fn run(args: &cli::Report) -> Result<ReportResult, CommandError> {
     check_paths(args)?;
     let mut progress = ProgressLine::on_terminal();
     let mut inputs = Vec::new();
     for path in [Some(&args.trace), args.other.as_ref()].into_iter().flatten() {
         progress.phase("reading:");
-        let histories = read(path, args.device_index, &mut progress)
-            .map_err(|error| ReportError::Input { path: path.clone(), error })?;
+        let histories =
+            read(path, args.device_index, &mut progress).map_err(CommandError::in_trace(path))?;
         let rows = histories.first().map_or(0, |history| history.unreadable);
         if args.fail_over.is_some() && rows > 0 {
-            return Err(ReportError::Unread { path: path.clone(), rows });
+            return Err(CommandError::Unread { path: path.clone(), rows });
         }
         let name = match path.file_name().filter(|_| path.as_os_str() != "-") {
             Some(name) => name.to_string_lossy().into_owned(),
@@ -155,7 +88,7 @@ pub(crate) fn run(args: &cli::Report) -> Result<ReportResult, ReportError> {
     progress.phase("writing:");
     progress.at(0, 1);
     if let Some(path) = &args.output {
-        let page = ReportPage::of(&runs, args.max_page.0).map_err(ReportError::Page)?;
+        let page = ReportPage::of(&runs, args.max_page.0)?;
         let bytes = save(path, |out| page.write_to(out))?;
         let merged = match page.merged {
             0 => String::new(),
@@ -209,7 +142,7 @@ impl ReportInput {
 
 /// Returns the histories to show: the first of one input, or pairs of two, one pair for each device
 /// that both have.
-fn chosen(inputs: Vec<ReportInput>) -> Result<Vec<(String, MemoryHistory)>, ReportError> {
+fn chosen(inputs: Vec<ReportInput>) -> Result<Vec<(String, MemoryHistory)>, CommandError> {
     let [first, second] = match <[ReportInput; 2]>::try_from(inputs) {
         Ok(two) => two,
         Err(one) => {
@@ -235,7 +168,7 @@ fn chosen(inputs: Vec<ReportInput>) -> Result<Vec<(String, MemoryHistory)>, Repo
     }
     if pairs.is_empty() {
         let [a, b] = devices;
-        return Err(ReportError::NoCommonDevice([(first.name, a), (second.name, b)]));
+        return Err(CommandError::NoCommonDevice([(first.name, a), (second.name, b)]));
     }
     pairs.sort_by_key(|[(_, history), _]| history.device);
     Ok(pairs.into_iter().flatten().collect())
@@ -256,15 +189,15 @@ fn note_on_devices(history: &MemoryHistory, peaks: &[DevicePeak]) -> Option<Stri
 }
 
 /// Checks that no file is read twice or replaced by mistake.
-fn check_paths(args: &cli::Report) -> Result<(), ReportError> {
+fn check_paths(args: &cli::Report) -> Result<(), CommandError> {
     let inputs: Vec<&Path> =
         [Some(args.trace.as_path()), args.other.as_deref()].into_iter().flatten().collect();
     if inputs.iter().filter(|path| path.as_os_str() == "-").count() > 1 {
-        return Err(ReportError::TwiceStandardInput);
+        return Err(CommandError::TwiceStandardInput);
     }
     match &args.output {
-        Some(output) if inputs.iter().any(|input| trace_file::is_same_file(output, input)) => {
-            Err(ReportError::OutputIsInput(output.clone()))
+        Some(output) if inputs.iter().any(|input| output::is_same_file(output, input)) => {
+            Err(CommandError::OutputIsInput(output.clone()))
         }
         _ => Ok(()),
     }
@@ -318,7 +251,7 @@ impl Read for CountedFile {
 fn save(
     path: &Path,
     write: impl FnOnce(&mut dyn io::Write) -> io::Result<()>,
-) -> Result<u64, ReportError> {
+) -> Result<u64, CommandError> {
     struct Counted<'a>(&'a mut dyn io::Write, u64);
     impl io::Write for Counted<'_> {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -337,6 +270,6 @@ fn save(
         bytes = counted.1;
         Ok(())
     })
-    .map_err(|e| ReportError::Output(path.to_owned(), e))?;
+    .map_err(|e| CommandError::Output(path.to_owned(), e))?;
     Ok(bytes)
 }

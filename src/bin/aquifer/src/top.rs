@@ -2,12 +2,10 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `error` | why nothing is shown |
 //! | `words` | text, amounts and rates in few columns |
 //! | `driver` | what the driver says is in use on each GPU |
-//! | `reading` | one reading of all processes |
+//! | `reading` | one reading of all processes, and what happened in a second, by two |
 //! | `shared` | the memories that processes share |
-//! | `rates` | what happened in a second, by two readings |
 //! | `sums` | sums over pools: of a process, a place in it, and a device |
 //! | `history` | physical memory over the last minutes |
 //! | `monitor` | the readings one after the other, and dead processes |
@@ -18,11 +16,9 @@
 //! | `session` | the terminal, and its restoration |
 
 mod driver;
-mod error;
 mod history;
 mod json;
 mod monitor;
-mod rates;
 mod reading;
 mod screen;
 mod session;
@@ -32,9 +28,8 @@ mod table;
 mod view;
 mod words;
 
-use crate::cli;
+use crate::{cli, error::CommandError};
 use aquifer_status::StatusFolder;
-use error::TopError;
 use monitor::Monitor;
 use std::{
     io::{self, IsTerminal},
@@ -45,16 +40,16 @@ use std::{
 /// The interval unless another one is requested.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Runs the command. Returns the text to print, which is empty after a live view.
+/// Runs the command. Returns the text to print, or `None` after a live view.
 ///
 /// # Errors
-/// [`TopError`].
-pub(crate) fn run(args: &cli::Top) -> Result<String, TopError> {
+/// [`CommandError`].
+pub(crate) fn run(args: &cli::Top) -> Result<Option<String>, CommandError> {
     let folder = StatusFolder::open()?;
     let mut monitor = Monitor::new(folder, args.dead, args.sweep);
     if !args.once && !args.json && io::stdout().is_terminal() {
         let interval = args.interval.unwrap_or(INTERVAL);
-        return session::run(&mut monitor, interval).map(|()| String::new());
+        return session::run(&mut monitor, interval).map(|()| None);
     }
     monitor.read()?;
     if let Some(interval) = args.interval {
@@ -63,8 +58,8 @@ pub(crate) fn run(args: &cli::Top) -> Result<String, TopError> {
     }
     monitor.sweep_now();
     if args.json {
-        return Ok(json::text(&monitor));
+        return Ok(Some(json::text(&monitor)));
     }
     let width = if io::stdout().is_terminal() { session::width() } else { None };
-    Ok(table::page(&monitor, width))
+    Ok(Some(table::page(&monitor, width)))
 }

@@ -1,4 +1,4 @@
-//! The data that the driver and the kernel report.
+//! What the driver and the kernel report, and one conclusion from it.
 
 use super::transports::{self, Transport, TransportTrial};
 use aquifer_console::gpu::{Gpus, NoUsableGpu};
@@ -63,4 +63,49 @@ impl Gpu {
         let transports = transports::attempt_all(driver, &info);
         Self { info, memory, node, memory_node, own, cap, transports }
     }
+}
+
+/// The kind of a finding.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    /// What a program gets.
+    Gets,
+    /// Why it does not get more. Not a problem.
+    Limit,
+    /// A problem.
+    Warning,
+}
+
+/// One finding.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Finding {
+    /// Its kind.
+    pub(crate) kind: Kind,
+    /// The fact and its consequence.
+    pub(crate) says: String,
+    /// How to fix it, or none if there is no fix. Only for warnings.
+    pub(crate) fix: Option<String>,
+}
+
+impl Finding {
+    pub(super) fn gets(says: impl Into<String>) -> Self {
+        Self { kind: Kind::Gets, says: says.into(), fix: None }
+    }
+
+    pub(super) fn limit(says: impl Into<String>) -> Self {
+        Self { kind: Kind::Limit, says: says.into(), fix: None }
+    }
+
+    pub(super) fn mend(says: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self { kind: Kind::Warning, says: says.into(), fix: Some(fix.into()) }
+    }
+
+    pub(super) fn accept(says: impl Into<String>) -> Self {
+        Self { kind: Kind::Warning, says: says.into(), fix: None }
+    }
+}
+
+/// Formats a rate in decimal units, as vendors do.
+pub(super) fn gigabytes(rate: f64) -> String {
+    format!("{:.1} GB/s", rate / 1e9)
 }

@@ -1,8 +1,7 @@
 //! Conclusions from the facts: what a program gets, and what should be fixed.
 
 use super::{
-    facts::{Facts, Gpu},
-    finding::Finding,
+    facts::{Facts, Finding, Gpu},
     places,
     probe::Probe,
     transports,
@@ -194,7 +193,7 @@ fn limits(host: &Topology, findings: &mut Vec<Finding>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::finding::Kind;
+    use crate::doctor::facts::Kind;
     use aquifer_driver::{DeviceId, DeviceInfo, MemoryInfo};
     use aquifer_host::topology::{Found, NodeId, Provenance};
 

@@ -1,8 +1,7 @@
 //! Findings on host memory: what each node and device gets, and why not more.
 
 use super::{
-    facts::{Facts, Gpu},
-    finding::{Finding, gigabytes},
+    facts::{Facts, Finding, Gpu, gigabytes},
     probe::{PROBE_BYTES, Probe},
 };
 use aquifer_core::Bytes;
@@ -222,7 +221,7 @@ pub(super) fn devices(facts: &Facts, findings: &mut Vec<Finding>) {
 mod tests {
     use super::*;
     use crate::doctor::{
-        finding::Kind,
+        facts::Kind,
         probe::{Link, ProbeResult, Target},
     };
     use aquifer_core::{Budget, SystemError};

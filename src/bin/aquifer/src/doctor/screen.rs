@@ -1,19 +1,18 @@
-//! The page that `doctor` prints, and its JSON form.
+//! The report on this machine, as a page and as JSON.
 
 use super::{
-    Diagnosis,
-    facts::Gpu,
-    finding::{Finding, Kind, gigabytes},
-    ledgers,
+    facts::{Facts, Finding, Gpu, Kind, gigabytes},
     probe::{PROBE_BYTES, Probe, Target},
     transports::TransportTrial,
 };
+use crate::ledgers::{self, SharedMemory};
 use aquifer_console::{figures::Count, json, layout::wrap};
 use aquifer_core::Bytes;
 use aquifer_host::{
     region::PinnedBy,
     topology::{HugePool, ThpMode, Topology},
 };
+use aquifer_ledger::LedgerError;
 use serde_json::{Value, json};
 
 /// Columns of the page.
@@ -23,8 +22,34 @@ const INDENT: usize = 11;
 /// The text in place of the fix if a warning has none.
 const NOTHING: &str = "nothing to do";
 
-/// Returns the page, without a newline after the last line.
-pub(crate) fn page(diagnosis: &Diagnosis) -> String {
+/// The complete report on this machine.
+#[derive(Debug)]
+pub(crate) struct Diagnosis {
+    pub(super) facts: Facts,
+    pub(super) probes: Vec<Probe>,
+    pub(super) findings: Vec<Finding>,
+    /// The memories that processes of this user share.
+    pub(super) shared: Result<Vec<SharedMemory>, LedgerError>,
+}
+
+impl Diagnosis {
+    /// Returns whether there is a warning.
+    pub(crate) fn has_warnings(&self) -> bool {
+        of(self, Kind::Warning).next().is_some()
+    }
+
+    /// Returns the page, without a newline after the last line.
+    pub(crate) fn to_screen(&self) -> String {
+        page(self)
+    }
+
+    /// Returns everything as one JSON object. Sizes are in bytes, rates in bytes per second.
+    pub(crate) fn to_json(&self) -> String {
+        json(self)
+    }
+}
+
+fn page(diagnosis: &Diagnosis) -> String {
     let mut page =
         Page { lines: vec!["aquifer doctor".to_owned(), String::new()], label: String::new() };
     page.say("driver", &driver(diagnosis));
@@ -228,8 +253,7 @@ fn probe(probe: &Probe) -> String {
     says
 }
 
-/// Returns everything as one JSON object. Sizes are in bytes, rates in bytes per second.
-pub(crate) fn json(diagnosis: &Diagnosis) -> String {
+fn json(diagnosis: &Diagnosis) -> String {
     let facts = &diagnosis.facts;
     // The cast saturates, which no real rate reaches.
     let whole = |rate: f64| json!(rate.round() as u64);

@@ -4,7 +4,7 @@
 use super::report::{ReplayFailure, ReplayReport, Round, Search, Timing, Waits};
 use crate::{
     cli::{Allocator, DEFAULT_LAG},
-    rows::{WIDTH, row},
+    output::{WIDTH, row},
 };
 use aquifer_console::{
     figures::{Count, Nanoseconds, Of},

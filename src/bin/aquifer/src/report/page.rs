@@ -1,18 +1,66 @@
 //! The page: one HTML file with its data, which needs no network.
-
-mod files;
+//!
+//! # Its files, in the order in which they are put together
+//! [`TEMPLATE`] holds three markers. `/*STYLE*/` is replaced by [`STYLE`], `/*SCRIPT*/` by
+//! [`SCRIPT`], and `<!--DATA-->`, which stands in the element for the data already, by base64 text.
+//! The tests of the page read the order from here.
+//!
+//! | file in `script` | what it does |
+//! |---|---|
+//! | `payload.js` | opens the data and checks it |
+//! | `words.js`, `elements.js` | figures as text; elements and tables that sort |
+//! | `state.js` | what the parts share: the view, the cursor, the instant, the selected block |
+//! | `groups.js` | groupings of blocks, their colours and patterns |
+//! | `sample.js`, `raster.js`, `find.js` | curves for the columns of the screen; blocks as pixels; blocks at a place |
+//! | `bands.js` | merged blocks: the cells of a page, their pixels, a cell at a place |
+//! | `gestures.js`, `keys.js`, `glyphs.js` | wheel, fingers and clicks; the keyboard; shapes of markers |
+//! | `curves.js`, `map.js`, `block.js` | bytes over time; addresses over time; the selected block |
+//! | `instant.js`, `treemap.js` | what lives at an instant |
+//! | `summary.js`, `comparison.js`, `markers.js` | the head, where the memory was; two runs; failures and events |
+//! | `main.js` | begins, and says what goes wrong |
 
 use super::{
     data::{self, ReportRun},
     selection::BlockSelection,
 };
+use crate::error::CommandError;
 use base64::{Engine, engine::general_purpose::STANDARD};
-use files::{SCRIPT, STYLE, TEMPLATE};
 use flate2::{Compression, write::ZlibEncoder};
-use std::{
-    fmt,
-    io::{self, Write},
-};
+use std::io::{self, Write};
+
+/// The markup, with the markers.
+const TEMPLATE: &str = include_str!("page/page.html");
+
+/// The styles.
+const STYLE: &str =
+    concat!(include_str!("page/vendor/uplot-1.6.32.min.css"), "\n", include_str!("page/page.css"));
+
+/// The script: one module. The files share its scope.
+const SCRIPT: &str = concat!(
+    include_str!("page/vendor/uplot-1.6.32.min.js"),
+    "\n",
+    include_str!("page/script/payload.js"),
+    include_str!("page/script/words.js"),
+    include_str!("page/script/elements.js"),
+    include_str!("page/script/state.js"),
+    include_str!("page/script/groups.js"),
+    include_str!("page/script/sample.js"),
+    include_str!("page/script/raster.js"),
+    include_str!("page/script/find.js"),
+    include_str!("page/script/bands.js"),
+    include_str!("page/script/gestures.js"),
+    include_str!("page/script/glyphs.js"),
+    include_str!("page/script/curves.js"),
+    include_str!("page/script/map.js"),
+    include_str!("page/script/block.js"),
+    include_str!("page/script/treemap.js"),
+    include_str!("page/script/instant.js"),
+    include_str!("page/script/summary.js"),
+    include_str!("page/script/comparison.js"),
+    include_str!("page/script/markers.js"),
+    include_str!("page/script/keys.js"),
+    include_str!("page/script/main.js"),
+);
 
 /// Bytes of a page that a block takes at the least, after compression.
 const LEAST_PER_BLOCK: usize = 12;
@@ -35,37 +83,12 @@ pub(crate) struct ReportPage {
     pub(crate) merged: usize,
 }
 
-/// Why there is no page.
-#[derive(Debug)]
-pub(crate) enum PageError {
-    /// Even without blocks it is larger than its limit.
-    TooLarge {
-        /// Its bytes without blocks.
-        least: u64,
-        /// The limit.
-        most: u64,
-    },
-    /// The data cannot be compressed.
-    Compress(io::Error),
-}
-
-impl fmt::Display for PageError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::TooLarge { least, most } => {
-                write!(f, "the page has {least} bytes without any block; --max-page is {most}")
-            }
-            Self::Compress(e) => write!(f, "the data of the page cannot be compressed: {e}"),
-        }
-    }
-}
-
 impl ReportPage {
     /// Makes a page of at most `most` bytes. The smallest blocks are merged until it fits.
     ///
     /// # Errors
-    /// [`PageError::TooLarge`] if it does not fit without any block.
-    pub(crate) fn of(runs: &[ReportRun], most: u64) -> Result<Self, PageError> {
+    /// [`CommandError::PageTooLarge`] if it does not fit without any block.
+    pub(crate) fn of(runs: &[ReportRun], most: u64) -> Result<Self, CommandError> {
         let fixed = (TEMPLATE.len() + STYLE.len() + SCRIPT.len()) as u64;
         let all: usize = runs.iter().map(|run| run.history.blocks.len()).sum();
         let room = most.saturating_sub(fixed) as usize;
@@ -93,7 +116,7 @@ impl ReportPage {
                 None if cells * RAW_PER_CELL > curves => cells /= 4,
                 None if finest + 1 < levels => finest += 1,
                 None if cells > 0 => cells /= 4,
-                None => return Err(PageError::TooLarge { least, most }),
+                None => return Err(CommandError::PageTooLarge { least, most }),
                 Some(room) => {
                     let for_blocks = bytes.saturating_sub(least).max(1);
                     let part = room as f64 / for_blocks as f64 * MARGIN;
@@ -111,7 +134,7 @@ impl ReportPage {
         kept: usize,
         finest: usize,
         cells: usize,
-    ) -> Result<Self, PageError> {
+    ) -> Result<Self, CommandError> {
         let all: usize = runs.iter().map(|run| run.history.blocks.len()).sum();
         let selections: Vec<_> = runs
             .iter()
@@ -123,7 +146,7 @@ impl ReportPage {
             })
             .collect();
         let data =
-            encode(&data::payload(runs, &selections, finest)).map_err(PageError::Compress)?;
+            encode(&data::payload(runs, &selections, finest)).map_err(CommandError::Compress)?;
         let bands = selections.iter().filter_map(|selection| selection.bands.as_ref());
         Ok(Self { data, merged: bands.map(|bands| bands.count).sum() })
     }

@@ -2,7 +2,7 @@
 
 use super::{
     monitor::Monitor,
-    rates::Rates,
+    reading::Rates,
     shared::SharedMemories,
     sums::{DeviceSum, PoolSum, ProcessSum},
 };

@@ -3,8 +3,7 @@
 use super::{
     driver::DriverCounts,
     history::Histories,
-    rates::EarlierCounts,
-    reading::Reading,
+    reading::{EarlierCounts, Reading},
     sums::{self, DeviceSum, ProcessSum},
 };
 use aquifer_console::foreign::printable;

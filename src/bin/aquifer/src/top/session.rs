@@ -4,12 +4,12 @@
 //! SIGHUP. Only SIGKILL leaves it as it is.
 
 use super::{
-    error::TopError,
     monitor::Monitor,
     screen::{self, Palette},
     table::{self, TableLayout},
     view::{KeyEffect, View},
 };
+use crate::error::CommandError;
 use aquifer_console::foreign::printable;
 use ratatui::{
     DefaultTerminal,
@@ -111,19 +111,19 @@ impl Drop for EndSignals {
 /// have without the view.
 ///
 /// # Errors
-/// [`TopError`] if the folder cannot be read at the start, or the terminal cannot be used.
-pub(super) fn run(monitor: &mut Monitor, interval: Duration) -> Result<(), TopError> {
+/// [`CommandError`] if the folder cannot be read at the start, or the terminal cannot be used.
+pub(super) fn run(monitor: &mut Monitor, interval: Duration) -> Result<(), CommandError> {
     // Errors are told on the screen that was there before.
     monitor.read()?;
-    let signals = EndSignals::catch().map_err(TopError::Terminal)?;
-    let mut session = Session::open().map_err(TopError::Terminal)?;
+    let signals = EndSignals::catch().map_err(CommandError::Terminal)?;
+    let mut session = Session::open().map_err(CommandError::Terminal)?;
     let outcome = live(&mut session.terminal, monitor, interval, &signals);
     let restored = session.restore();
     if let Some(signal) = signals.last() {
         // Returns only if the signal cannot be raised.
-        low_level::emulate_default_handler(signal).map_err(TopError::Terminal)?;
+        low_level::emulate_default_handler(signal).map_err(CommandError::Terminal)?;
     }
-    outcome.and(restored).map_err(TopError::Terminal)
+    outcome.and(restored).map_err(CommandError::Terminal)
 }
 
 fn live(

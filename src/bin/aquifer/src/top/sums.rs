@@ -5,7 +5,7 @@
 
 use super::{
     driver::{DriverCount, GpuAddress},
-    rates::{EarlierCounts, PoolKeys, Rates},
+    reading::{EarlierCounts, PoolKeys, Rates},
 };
 use aquifer_console::foreign::printable;
 use aquifer_status::{PoolKind, PoolStatus, ProcessStatus};

@@ -29,36 +29,23 @@ pub(super) enum Column {
     History,
 }
 
-/// All columns from left to right.
-const COLUMNS: [Column; 13] = [
-    Column::Process,
-    Column::Command,
-    Column::Physical,
-    Column::Live,
-    Column::Cached,
-    Column::Pending,
-    Column::Limit,
-    Column::Peak,
-    Column::Largest,
-    Column::Growths,
-    Column::Moves,
-    Column::Waits,
-    Column::History,
-];
-
-/// Which columns a narrow terminal keeps longest, after the first two.
-const BY_IMPORTANCE: [Column; 11] = [
-    Column::Physical,
-    Column::Live,
-    Column::Cached,
-    Column::Peak,
-    Column::Limit,
-    Column::Pending,
-    Column::Largest,
-    Column::Waits,
-    Column::Growths,
-    Column::Moves,
-    Column::History,
+/// The columns from left to right, with their titles and widths, and how early a narrow terminal
+/// gives them up. Those at 0 stay.
+const COLUMNS: [(Column, &str, usize, u32); 13] = [
+    (Column::Process, "PID", 7, 0),
+    (Column::Command, "COMMAND", LEAST_COMMAND, 0),
+    // With room for the mark of the column that is sorted by.
+    (Column::Physical, "PHYSICAL", 9, 1),
+    (Column::Live, "LIVE", 8, 2),
+    (Column::Cached, "CACHED", 8, 3),
+    (Column::Pending, "PENDING", 8, 6),
+    (Column::Limit, "LIMIT", 8, 5),
+    (Column::Peak, "PEAK", 8, 4),
+    (Column::Largest, "LARGEST FREE", 13, 7),
+    (Column::Growths, "GROW/s", 7, 9),
+    (Column::Moves, "MOVE/s", 7, 10),
+    (Column::Waits, "WAIT/s", 7, 8),
+    (Column::History, "LAST 4 MIN", 24, 11),
 ];
 
 /// The least width of the column of commands, and what it has before less important columns come.
@@ -68,34 +55,8 @@ const LEAST_COMMAND: usize = 14;
 const PRINTED_WIDTH: usize = 120;
 
 impl Column {
-    pub(super) fn title(self) -> &'static str {
-        match self {
-            Self::Process => "PID",
-            Self::Command => "COMMAND",
-            Self::Physical => "PHYSICAL",
-            Self::Live => "LIVE",
-            Self::Cached => "CACHED",
-            Self::Pending => "PENDING",
-            Self::Limit => "LIMIT",
-            Self::Peak => "PEAK",
-            Self::Largest => "LARGEST FREE",
-            Self::Growths => "GROW/s",
-            Self::Moves => "MOVE/s",
-            Self::Waits => "WAIT/s",
-            Self::History => "LAST 4 MIN",
-        }
-    }
-
-    fn width(self) -> usize {
-        match self {
-            Self::Command => LEAST_COMMAND,
-            Self::Largest => 13,
-            // With room for the mark of the column that is sorted by.
-            Self::Physical => 9,
-            Self::Process | Self::Growths | Self::Moves | Self::Waits => 7,
-            Self::History => 24,
-            _ => 8,
-        }
+    fn title(self) -> &'static str {
+        COLUMNS[self as usize].1
     }
 
     fn is_right(self) -> bool {
@@ -113,24 +74,23 @@ pub(super) struct TableLayout(pub(super) Vec<(Column, usize)>);
 
 impl TableLayout {
     pub(super) fn for_width(width: usize) -> Self {
-        let mut kept = vec![Column::Process, Column::Command];
-        let used = |kept: &[Column]| kept.iter().map(|column| column.width() + 1).sum::<usize>();
-        for column in BY_IMPORTANCE {
-            if used(&kept) + column.width() > width {
+        let mut kept: Vec<_> = COLUMNS.iter().filter(|(.., rank)| *rank == 0).collect();
+        let mut used: usize = kept.iter().map(|(_, _, width, _)| width + 1).sum();
+        for rank in 1..COLUMNS.len() as u32 {
+            let Some(next) = COLUMNS.iter().find(|(.., found)| *found == rank) else { break };
+            if used + next.2 > width {
                 break;
             }
-            kept.push(column);
+            used += next.2 + 1;
+            kept.push(next);
         }
-        let left = (width + 1).saturating_sub(used(&kept));
-        let columns = COLUMNS.into_iter().filter(|column| kept.contains(column));
-        Self(
-            columns
-                .map(|column| match column {
-                    Column::Command => (column, column.width() + left),
-                    _ => (column, column.width()),
-                })
-                .collect(),
-        )
+        kept.sort_by_key(|(column, ..)| *column as usize);
+        let left = (width + 1).saturating_sub(used);
+        let widths = kept.into_iter().map(|&(column, _, width, _)| match column {
+            Column::Command => (column, width + left),
+            _ => (column, width),
+        });
+        Self(widths.collect())
     }
 
     /// Returns the titles, with a mark at the column that is sorted by.
@@ -173,7 +133,7 @@ impl SortOrder {
 
     fn compare(self, a: &ProcessSum, b: &ProcessSum) -> Ordering {
         let (x, y) = (a.shown(), b.shown());
-        let rates = |pick: fn(super::rates::Rates) -> f64| {
+        let rates = |pick: fn(super::reading::Rates) -> f64| {
             let value = |sum: &PoolSum| sum.rates.map_or(-1.0, pick);
             value(x).total_cmp(&value(y))
         };
@@ -239,7 +199,7 @@ impl TableLine<'_> {
     fn cell(&self, column: Column, layout: &TableLayout, monitor: &Monitor) -> String {
         let sum = self.place.map_or_else(|| self.process.shown(), |place| &place.sum);
         let unknown = || UNKNOWN.to_owned();
-        let in_a_second = |pick: fn(super::rates::Rates) -> f64| {
+        let in_a_second = |pick: fn(super::reading::Rates) -> f64| {
             sum.rates.map_or_else(unknown, |rates| rate(pick(rates)))
         };
         match column {

@@ -214,6 +214,6 @@ fn a_file_is_replaced_as_a_whole_or_not_at_all() {
     let before = fs::read(path).unwrap();
     // A folder that is gone, and one in the place of the file.
     refused(&run(&folder, &["metrics", "-o", "/nowhere/at/all.prom"]), "cannot be written");
-    refused(&run(&folder, &["metrics", "-o", out.0.to_str().unwrap()]), "it is no regular file");
+    refused(&run(&folder, &["metrics", "-o", out.0.to_str().unwrap()]), "it is a directory");
     assert_eq!((fs::read(path).unwrap(), out.files()), (before, 1));
 }
