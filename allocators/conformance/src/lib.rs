@@ -25,7 +25,6 @@
 //! ```
 
 mod ledger;
-mod random;
 mod suite;
 mod violation;
 

@@ -69,37 +69,30 @@
 //! 6. Bytes that could not be freed stay charged until they are freed.
 
 mod admission;
-pub(crate) mod capacity;
 mod charge;
 #[doc(hidden)]
 pub mod forks;
-mod holding;
-mod hooks;
-mod immortal_list;
+pub(crate) mod hooks;
 mod lease;
 mod level;
 mod level_hooks;
 mod node;
 mod reclaim;
-pub(crate) mod reclaimer;
 pub(crate) mod refusal;
-mod registration;
 mod reserve_all;
 mod shared;
 mod spin_lock;
 mod tree;
 mod wait;
 
-pub use capacity::{CapacitySource, ClaimShortage};
 pub use charge::{Charge, Reservation, StrandedCharge, StrandedCount};
-pub use holding::Holding;
+pub use hooks::{Offer, Reclaim};
 pub use lease::{BudgetLease, Leased};
 pub use level::{Level, LevelChange, Levels};
+pub use level_hooks::HookRegistration;
 pub use node::{Budget, LevelHook};
 pub use reclaim::{Asking, Room};
-pub use reclaimer::{Offer, Reclaim};
-pub use refusal::{HeldElsewhere, OutOfBudget, Raise};
-pub use registration::HookRegistration;
+pub use refusal::{CapacitySource, ClaimShortage, HeldElsewhere, Holding, OutOfBudget, Raise};
 pub use wait::Waiting;
 
 use crate::sync::atomic::Ordering::Relaxed;

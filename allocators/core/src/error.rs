@@ -2,14 +2,13 @@
 
 mod failed_call;
 mod json;
-mod no_gpu;
 mod out_of_memory;
 mod remedy;
 mod text;
 
-pub use crate::budget::{HeldElsewhere, reclaimer::Tried};
+pub use crate::budget::{HeldElsewhere, hooks::Tried};
+pub use failed_call::NoGpu;
 pub use failed_call::{DriverError, SystemError};
-pub use no_gpu::NoGpu;
 pub use out_of_memory::{InUse, OutOfMemory, Stranded, TenantHolding};
 pub use remedy::{Remedy, RequiredLimits};
 

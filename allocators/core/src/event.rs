@@ -22,16 +22,14 @@ mod clock;
 mod delivery;
 mod environment;
 mod line_file;
-mod line_log;
 mod process;
 mod record;
 mod ring;
 mod sinks;
-mod thread_number;
 mod trace;
 
-pub use crate::location::MemoryLocation;
-pub use line_log::LineLog;
+pub use crate::ids::MemoryLocation;
+pub use line_file::LineLog;
 pub use record::{Action, BlockKind, Event};
 pub use ring::RingSink;
 pub use sinks::{NullSink, TracingSink};
@@ -41,11 +39,11 @@ use crate::{Tag, panics::contain};
 use clock::Clock;
 use delivery::OrderedDelivery;
 use process::PerProcess;
+use process::thread_number;
 use std::{
     fmt,
     sync::{Arc, Mutex, PoisonError},
 };
-use thread_number::thread_number;
 
 /// A receiver of events. Called with one event at a time, in order, and never under a lock of a
 /// pool or of the recorder.

@@ -3,7 +3,11 @@
 //! An [`IdSpace`] creates ids that contain the number of the space, so that a pool rejects ids of
 //! other pools, and a generation, so that it rejects stale ids.
 
-use std::{fmt, hash, marker::PhantomData, sync::atomic::AtomicU64, sync::atomic::Ordering};
+use std::{
+    fmt, hash,
+    marker::PhantomData,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 /// A device, identified by the driver's ordinal.
 ///
@@ -196,4 +200,17 @@ impl<K> fmt::Display for Id<K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.index)
     }
+}
+
+/// The kind of memory, and the device or the NUMA node that it belongs to.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "lowercase"))]
+#[non_exhaustive]
+pub enum MemoryLocation {
+    /// Memory of a device.
+    Device(DeviceId),
+    /// Pinned memory of a NUMA node, or of an unknown node.
+    Host(Option<u32>),
+    /// The global allocator.
+    Global,
 }

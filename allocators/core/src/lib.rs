@@ -26,10 +26,7 @@ pub mod bytes;
 pub mod defer;
 pub mod error;
 pub mod event;
-pub mod gate;
 pub mod ids;
-mod location;
-pub mod opaque;
 #[doc(hidden)]
 pub mod panics;
 #[doc(hidden)]
@@ -39,7 +36,6 @@ pub mod sanitizer;
 #[doc(hidden)]
 pub mod scratch;
 pub mod stats;
-pub mod step;
 mod sync;
 pub mod tag;
 pub mod wake;
@@ -47,14 +43,14 @@ pub mod wake;
 pub use budget::{Budget, Charge, OutOfBudget, Reservation};
 pub use bytes::Bytes;
 pub use defer::DeferReuse;
+pub use defer::Gate;
+pub use defer::StepMemory;
 pub use error::{DriverError, MemoryError, NoGpu, OutOfMemory, Result, SystemError};
 pub use event::{Action, Event, EventSink, Recorder};
-pub use gate::Gate;
 pub use ids::{DeviceId, Id, IdSpace};
-pub use opaque::{Opaque, OpaqueBlock};
 pub use request::{BLOCK_ALIGN, Request};
+pub use request::{Opaque, OpaqueBlock};
 pub use stats::PoolStats;
-pub use step::StepMemory;
 pub use tag::{Tag, tagged};
 
 /// Names used by the expansion of [`impl_allocator!`]. Not for direct use.

@@ -46,7 +46,6 @@ mod context;
 mod copies;
 mod devices;
 mod driver;
-mod events;
 mod function_table;
 mod graphs;
 mod host_memory;

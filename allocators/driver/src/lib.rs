@@ -34,21 +34,15 @@ mod calls;
 mod copies;
 mod devices;
 mod driver;
-mod events;
+mod families;
 mod foreign;
 pub mod forks;
-mod graphs;
 mod handles;
-mod host_memory;
 mod ipc;
 pub mod leftovers;
-mod memory;
 mod observe;
 mod operand;
-mod physical;
-mod relaxed;
 pub mod site;
-mod streams;
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -58,19 +52,16 @@ pub use aquifer_core::{DeviceId, DriverError};
 pub use calls::{Call, CallCounts};
 pub use copies::{Copies, Pattern, Pitched, Rows};
 pub use devices::{DeviceInfo, Devices, MemoryInfo, losses};
-pub use driver::{Driver, same_machine};
-pub use events::Events;
+pub use driver::{Driver, Relaxed, same_machine};
+pub use families::{
+    CaptureMode, CaptureStatus, Events, Graphs, HostFlags, HostMemory, Memory, OnRelease, Physical,
+    PoolUsage, Streams,
+};
 pub use foreign::{External, Foreign};
-pub use graphs::{CaptureStatus, Graphs, OnRelease};
 pub use handles::{PhysicalHandle, PoolHandle, RawEvent, RawGraph, RawGraphExec, RawStream};
-pub use host_memory::{HostFlags, HostMemory};
 pub use ipc::{ExportTypes, FabricHandle, Ipc};
-pub use memory::{Memory, PoolUsage};
 pub use observe::{BlockNote, HostAccess, Observer, Ownership};
 pub use operand::{Access, DeviceRange, KeepAlive, Operand, OperandMut, Typed};
-pub use physical::Physical;
-pub use relaxed::Relaxed;
-pub use streams::{CaptureMode, Streams};
 
 /// The result of a driver call.
 pub type Result<T, E = DriverError> = std::result::Result<T, E>;

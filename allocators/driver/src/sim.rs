@@ -162,7 +162,6 @@ mod reporting;
 mod rows;
 mod schedule;
 mod store;
-mod stream_values;
 mod violation;
 mod work;
 

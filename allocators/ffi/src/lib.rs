@@ -28,8 +28,6 @@
 //! | [`sim`] | the simulated device |
 #![expect(non_camel_case_types, reason = "names of the C interface")]
 
-mod caps;
-pub mod cupy;
 pub mod device;
 pub mod entry;
 pub mod facts;
@@ -44,7 +42,6 @@ pub mod sim;
 pub mod sleep;
 pub mod staging;
 pub mod status;
-pub mod stream;
 mod table;
 mod thread_state;
 pub mod torch;

@@ -5,9 +5,9 @@
 //! half written: a full disk is an error of the process that creates it.
 
 use crate::{
-    clock::now_ns,
     error::LedgerError,
     layout::{FILE_BYTES, MAGIC, SUFFIX, VERSION, WORD, header},
+    system::now_ns,
 };
 use aquifer_status::{FileFault, StatusError, folder};
 use nix::fcntl::posix_fallocate;

@@ -8,16 +8,12 @@
 //! |---|---|
 //! | `layout` | the layout of the file |
 //! | `protocol` | how a claim is decided without a lock |
-//! | `byte_lock` | locks on parts of the file, which end with their process |
-//! | `futex` | waits and wake-ups across processes |
-//! | `clock` | the clock of wishes |
+//! | `system` | the mapped file, locks on its parts, which end with their process, waits and wake-ups across processes, and the clock of wishes |
 //! | `forks` | descriptors that a forked child does not keep |
-//! | `map` | the mapped file |
 //! | `error` | [`LedgerError`], [`ClaimRefused`], [`Holder`] |
 //! | `file` | the files: folder, names, creation, checks |
 //! | `memory` | [`LedgerMemory`]: the names of ledgers |
-//! | `figures` | [`LedgerFigures`]: what readers see |
-//! | `ledger` | [`Ledger`]: an open file, its live slots and dead ones |
+//! | `ledger` | [`Ledger`]: an open file, its live slots and dead ones, and [`LedgerFigures`] |
 //! | `steps` | what tests and fuzz programs do inside a claim |
 //! | `member` | [`Member`]: the share of a process, its claims and wishes |
 //! | `budget` | [`SharedBudget`]: a budget that claims, and the thread that answers others |
@@ -62,30 +58,25 @@
 //! Part of aquifer; promises no stability beyond what aquifer re-exports.
 
 mod budget;
-mod byte_lock;
-mod clock;
 mod error;
-mod figures;
 mod file;
 mod forks;
-mod futex;
 mod layout;
 mod ledger;
-mod map;
 mod member;
 mod memory;
 mod protocol;
 #[cfg(any(test, feature = "steps"))]
 #[doc(hidden)]
 pub mod steps;
+mod system;
 #[cfg(test)]
 #[cfg(not(loom))]
 mod tests;
 
 pub use budget::SharedBudget;
 pub use error::{ClaimRefused, Holder, LedgerError};
-pub use figures::{LedgerFigures, MemberFigures};
 pub use file::{VARIABLE, folder_of_environment};
-pub use ledger::Ledger;
+pub use ledger::{Ledger, LedgerFigures, MemberFigures};
 pub use member::{Member, Share};
 pub use memory::LedgerMemory;

@@ -1,14 +1,14 @@
 //! The share of a process: its claims, its wishes, and what it owes to others.
 
 use crate::{
-    clock::now_ns,
     error::{ClaimRefused, Holder, LedgerError},
-    futex,
     layout::{SLOTS, header, slot},
     ledger::Ledger,
     protocol::{
         self, Dead, LAPSES_AFTER_NS, MOST_CLAIMED, Others, Outcome, Rank, Terms, held, put, wish,
     },
+    system,
+    system::now_ns,
 };
 use aquifer_status::{
     StatusError,
@@ -264,7 +264,7 @@ impl Member {
             if let Some(wish) = &wish {
                 wish.renew();
             }
-            futex::wait(releases, seen, left.min(RETRY));
+            system::wait(releases, seen, left.min(RETRY));
         }
         Err(refused)
     }
@@ -553,14 +553,14 @@ impl Member {
 
     /// Waits until there is another wish than were `seen`, or for `most`. May return early.
     pub fn wait_for_wish(&self, seen: u32, most: Duration) {
-        futex::wait(self.ledger.futex(header::WISHES), seen, most);
+        system::wait(self.ledger.futex(header::WISHES), seen, most);
     }
 
     /// Ends the waits for wishes, of this process and of others.
     pub fn wake_answering(&self) {
         let wishes = self.ledger.futex(header::WISHES);
         wishes.fetch_add(1, AcqRel);
-        futex::wake_all(wishes);
+        system::wake_all(wishes);
     }
 
     fn wake_waiting(&self) {
@@ -569,7 +569,7 @@ impl Member {
         if (0..table.used()).any(waits) {
             let releases = self.ledger.futex(header::RELEASES);
             releases.fetch_add(1, AcqRel);
-            futex::wake_all(releases);
+            system::wake_all(releases);
         }
     }
 

@@ -2,13 +2,13 @@
 
 use crate::{
     Ledger, LedgerError, Member, Share,
-    byte_lock::LockRange,
     layout::{FILE_BYTES, MAGIC, SLOT_WORDS, VERSION, WORD, header, slot},
     protocol::{
         LAPSES_AFTER_NS,
         tests::{DIE_AT, STOP_AT},
     },
     steps::run_inside,
+    system::LockRange,
 };
 use aquifer_status::{FileFault, StatusError};
 use nix::{
@@ -264,7 +264,7 @@ fn a_wish_that_is_not_renewed_stops_keeping_bytes() {
     let (stopped, other) = (scratch.join(Share::new().priority(1)), scratch.join(Share::new()));
     let words = stopped.ledger().table().slot(0);
     words[slot::RANK].store(u64::MAX, Relaxed);
-    words[slot::RENEWED].store(crate::clock::now_ns(), Relaxed);
+    words[slot::RENEWED].store(crate::system::now_ns(), Relaxed);
     words[slot::WANTED].store(100, Relaxed);
     assert_eq!(other.claim(50).unwrap_err().kept, 100);
     thread::sleep(Duration::from_nanos(LAPSES_AFTER_NS));
@@ -663,7 +663,7 @@ fn put_text(words: &[std::sync::atomic::AtomicU64], text: &str) {
 #[test]
 fn the_clock_of_wishes_is_one_that_no_namespace_shifts() {
     let system = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
-    let shifted = crate::clock::now_ns().abs_diff(system.as_nanos() as u64);
+    let shifted = crate::system::now_ns().abs_diff(system.as_nanos() as u64);
     assert!(shifted < 10_000_000_000, "{shifted} ns from the real-time clock");
 }
 

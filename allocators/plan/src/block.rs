@@ -1,9 +1,6 @@
 //! The blocks of a program, and the checks on them.
 
-use crate::{
-    error::PlanError,
-    limits::{MAX_BLOCK, MAX_BLOCKS},
-};
+use crate::error::{MAX_BLOCK, MAX_BLOCKS, PlanError};
 use aquifer_core::BLOCK_ALIGN;
 use std::ops::Range;
 

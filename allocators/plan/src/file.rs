@@ -4,13 +4,13 @@
 
 use crate::{
     block::{Lives, PlanBlock, PlanEdge, PlannedBlock},
-    checksum::crc64,
     error::PlanError,
-    limits::{MAX_BLOCKS, MAX_TOP},
+    error::{MAX_BLOCKS, MAX_TOP},
     plan::Plan,
     reuse,
 };
 use aquifer_core::BLOCK_ALIGN;
+use crc64fast::Digest;
 use std::{
     error, fmt,
     io::{self, Read, Write},
@@ -248,5 +248,23 @@ fn checked(blocks: &[u8], edges: &[u8]) -> Result<Plan, PlanFileError> {
     }
 }
 
+/// Returns the checksum of `bytes`.
+pub(crate) fn crc64(bytes: &[u8]) -> u64 {
+    let mut digest = Digest::new();
+    digest.write(bytes);
+    digest.sum64()
+}
+
 #[cfg(test)]
 mod tests;
+
+#[cfg(test)]
+mod checksum_tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_has_the_published_check_value() {
+        assert_eq!(crc64(b"123456789"), 0x995D_C9BB_DF19_39FA);
+        assert_eq!(crc64(b""), 0);
+    }
+}

@@ -55,16 +55,13 @@
 #![forbid(unsafe_code)]
 
 mod block;
-mod checksum;
 mod cursor;
 mod error;
 mod expectation;
 mod file;
 mod last_users;
-mod limits;
 mod occupancy;
 mod plan;
-mod random;
 mod range_set;
 mod reuse;
 mod search;
@@ -73,8 +70,7 @@ mod trace;
 
 pub use block::{PlanBlock, PlanEdge, PlannedBlock};
 pub use cursor::{CursorCounters, PlanAnswer, PlanCursor};
-pub use error::PlanError;
+pub use error::{MAX_BLOCK, MAX_BLOCKS, MAX_TOP, NEVER, PlanError};
 pub use file::PlanFileError;
-pub use limits::{MAX_BLOCK, MAX_BLOCKS, MAX_TOP, NEVER};
 pub use plan::Plan;
 pub use search::PlanOptions;

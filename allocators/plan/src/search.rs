@@ -13,7 +13,8 @@
 //! The search ends when the top is the load, which no plan is below, or when its tries or its time
 //! are spent.
 
-use crate::{block::Lives, occupancy::Occupancy, random::PlanRandom};
+use crate::{block::Lives, occupancy::Occupancy};
+use aquifer_core::random::SplitMix64;
 use std::time::{Duration, Instant};
 
 /// Tries of a climb without a better top after which the next climb begins.
@@ -178,5 +179,22 @@ impl Tries<'_> {
             lowest = lowest.min(top);
         }
         Some(())
+    }
+}
+
+/// The random numbers of a search.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlanRandom(SplitMix64);
+
+impl PlanRandom {
+    /// Creates a generator. Equal seeds give equal numbers.
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(SplitMix64::new(seed))
+    }
+
+    /// Returns a number below `bound`, or 0.
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        // The upper half of the product: the bias is below `bound` / 2^64.
+        ((u128::from(self.0.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 }

@@ -1,6 +1,6 @@
 //! The blocks of a trace.
 
-use crate::{block::PlanBlock, limits::NEVER};
+use crate::{block::PlanBlock, error::NEVER};
 use aquifer_formats::trace::{Trace, TraceAction};
 
 impl PlanBlock {

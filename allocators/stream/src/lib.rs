@@ -15,7 +15,6 @@ mod attachments;
 mod copy;
 pub mod epochs;
 mod events;
-mod identity;
 mod launch;
 mod life;
 mod lock;
@@ -26,7 +25,6 @@ mod sync;
 mod timeline;
 mod use_table;
 mod uses;
-mod wait_cache;
 
 pub use copy::{CopyScope, Grid, HostOwned, InFlight, Landing, RefusedCopy};
 pub use epochs::Epochs;

@@ -2,7 +2,7 @@
 
 use crate::{
     Stream, StreamLifetime, Timeline,
-    identity::id_of,
+    life::id_of,
     stream::{ReturnSlot, StreamLease},
 };
 use aquifer_core::{DeviceId, DriverError, Id, IdSpace, MemoryError, Result};

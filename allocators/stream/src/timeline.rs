@@ -1,14 +1,11 @@
 //! The epochs of one stream: which of its work is complete, and the events that prove it.
 
-mod used;
-
 use crate::{
-    Calling, Ended, Epochs, Retirement, StreamLifetime,
+    Calling, Ended, Epochs, Retirement, Spin, StreamLifetime,
     attachments::Attachments,
     events::{EventPool, OwnedEvent},
-    identity::{StreamIdentity, id_of},
-    use_table::IdleTables,
-    wait_cache::WaitCache,
+    life::{StreamIdentity, id_of},
+    use_table::{IdleTables, UseTable, UsedStream},
 };
 use aquifer_core::{DriverError, MemoryError, Result};
 use aquifer_driver::{
@@ -19,7 +16,7 @@ use std::{
     io::{self, Write},
     process,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -944,5 +941,65 @@ impl fmt::Debug for Timeline {
             .field("life", &self.life)
             .field("epochs", &self.epochs)
             .finish_non_exhaustive()
+    }
+}
+
+/// The number of other streams that are remembered.
+const MAX_ENTRIES: usize = 64;
+
+/// The newest epoch of each other stream that was waited for, by that stream's serial.
+pub(crate) struct WaitCache(Spin<Vec<(u64, u64)>>);
+
+impl WaitCache {
+    pub(crate) fn new() -> Self {
+        Self(Spin::new(Vec::new()))
+    }
+
+    pub(crate) fn covers(&self, serial: u64, epoch: u64) -> bool {
+        self.0.with(|entries| {
+            entries.iter().any(|&(other, newest)| other == serial && epoch <= newest)
+        })
+    }
+
+    pub(crate) fn record(&self, serial: u64, epoch: u64) {
+        self.0.with(|entries| match entries.iter_mut().find(|(other, _)| *other == serial) {
+            Some((_, newest)) => *newest = (*newest).max(epoch),
+            None => {
+                if entries.len() == MAX_ENTRIES {
+                    // Evicting an entry may cost a redundant wait.
+                    entries.remove(0);
+                }
+                entries.push((serial, epoch));
+            }
+        });
+    }
+}
+
+/// Tables of streams that no longer exist.
+static SPARE_TABLES: Mutex<Vec<&'static UseTable<Timeline>>> = Mutex::new(Vec::new());
+
+impl UsedStream for Timeline {
+    #[inline]
+    fn open(&self) -> u64 {
+        Timeline::open(self)
+    }
+
+    #[inline]
+    fn is_done(&self, epoch: u64) -> bool {
+        Timeline::is_done(self, epoch)
+    }
+
+    #[inline]
+    fn fences_at_once(&self) -> bool {
+        Timeline::fences_at_once(self)
+    }
+
+    #[inline]
+    fn idle_tables(&self) -> &IdleTables<Self> {
+        &self.idle_tables
+    }
+
+    fn spare_tables() -> &'static Mutex<Vec<&'static UseTable<Self>>> {
+        &SPARE_TABLES
     }
 }

@@ -1,14 +1,18 @@
 //! Lists of registered hooks, and their calls.
 
 use crate::{
+    ids::MemoryLocation,
     panics::contain,
     sync::{
         Mutex,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
         lock,
     },
 };
-use std::sync::Arc;
+use std::{
+    sync::{Arc, Weak},
+    time::{Duration, Instant},
+};
 
 /// All hooks, with their numbers.
 type HookList<H> = Option<Arc<[(u64, H)]>>;
@@ -80,4 +84,71 @@ impl<H: Clone> Hooks<H> {
     pub(super) fn panics(&self) -> u64 {
         self.panics.load(Relaxed)
     }
+}
+
+/// What a reclaimer could release.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Offer {
+    /// The approximate number of bytes.
+    pub bytes: u64,
+    /// The approximate duration of releasing all of it, including later costs: memory to be
+    /// allocated again, work to be repeated.
+    pub cost: Duration,
+}
+
+impl Offer {
+    /// Returns the cost of `bytes` of this offer.
+    pub(super) fn cost_of(&self, bytes: u64) -> u128 {
+        let part = u128::from(bytes.min(self.bytes));
+        self.cost.as_nanos().saturating_mul(part) / u128::from(self.bytes.max(1))
+    }
+}
+
+/// A holder of charged memory that can release some of it.
+pub trait Reclaim: Send + Sync {
+    /// Returns the name that errors show: `cache of stream 3`.
+    fn name(&self) -> &'static str;
+
+    /// Returns what can be released now, or soon if it [waits](Reclaim::waits). Must not block, nor
+    /// take a lock that is held over a driver call.
+    fn offer(&self) -> Offer;
+
+    /// Releases about `bytes`. May wait for a device or a thread only while `deadline` has not
+    /// passed (`None`: no deadline).
+    ///
+    /// Called with no lock of the budget held. It may charge and release. A panic is counted and
+    /// otherwise ignored. One search calls it again only if the last call has lowered its offer, if
+    /// the offer has changed since, or if the last call came after the deadline and this one does
+    /// not. A search within this call waits for no other reclaimer.
+    fn reclaim(&self, bytes: u64, deadline: Option<Instant>);
+
+    /// Returns whether it can release memory only by waiting. Such a reclaimer is called last, and
+    /// only before the deadline.
+    fn waits(&self) -> bool {
+        false
+    }
+
+    /// Returns where the memory is. When the driver of a device is out of memory, reclaimers of
+    /// other places are skipped. With the default, `None`, it is called wherever memory is short.
+    fn place(&self) -> Option<MemoryLocation> {
+        None
+    }
+}
+
+/// A registered reclaimer.
+pub(super) struct Reclaimer {
+    pub(super) holder: Weak<dyn Reclaim>,
+    /// Set while a thread runs it. This may be the current thread, in an outer call.
+    pub(super) busy: AtomicBool,
+}
+
+/// One step that was tried before failing, and its gain.
+///
+/// See the example of [`OutOfMemory`](crate::OutOfMemory).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Tried {
+    /// The name of the step in the slow allocation path.
+    pub step: &'static str,
+    /// Bytes that it made usable for the request.
+    pub gave: u64,
 }

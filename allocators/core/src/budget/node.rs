@@ -19,11 +19,10 @@
 //! without a lock.
 
 use super::{
-    capacity::CapacitySource,
     hooks::Hooks,
-    immortal_list::ImmortalList,
+    hooks::Reclaimer,
     level::{LevelChange, Thresholds},
-    reclaimer::Reclaimer,
+    refusal::CapacitySource,
     refusal::OutOfBudget,
     spin_lock::SpinLock,
 };
@@ -35,7 +34,13 @@ use crate::sync::{
     },
     lock,
 };
-use std::{cmp::Reverse, collections::BTreeMap, sync::Arc, task::Waker, time::Instant};
+use std::{
+    cmp::Reverse,
+    collections::BTreeMap,
+    sync::{Arc, OnceLock},
+    task::Waker,
+    time::Instant,
+};
 
 /// The waiter priority of a node that has no waiter.
 pub(super) const NO_WAITER: i64 = i64::MIN;
@@ -367,5 +372,44 @@ impl Node {
     /// Returns `true` if this node is `other` or a descendant of it.
     pub(super) fn is_below(&'static self, other: &'static Node) -> bool {
         self.path().any(|node| std::ptr::eq(node, other))
+    }
+}
+
+/// A list of leaked objects that are recycled. The list only grows.
+pub(super) struct ImmortalList<T: 'static> {
+    first: OnceLock<&'static Link<T>>,
+}
+
+struct Link<T: 'static> {
+    item: T,
+    next: OnceLock<&'static Link<T>>,
+}
+
+impl<T> ImmortalList<T> {
+    pub(super) const fn new() -> Self {
+        Self { first: OnceLock::new() }
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &'static T> {
+        std::iter::successors(self.first.get().copied(), |link| link.next.get().copied())
+            .map(|link| &link.item)
+    }
+
+    /// Returns the first object that `claim` accepts, or appends a new one, which is claimed
+    /// already.
+    pub(super) fn claim(&self, claim: impl Fn(&T) -> bool, make: impl FnOnce() -> T) -> &'static T {
+        if let Some(item) = self.iter().find(|item| claim(item)) {
+            return item;
+        }
+        let link: &'static Link<T> =
+            Box::leak(Box::new(Link { item: make(), next: OnceLock::new() }));
+        let mut end = &self.first;
+        while end.set(link).is_err() {
+            match end.get() {
+                Some(link) => end = &link.next,
+                None => break,
+            }
+        }
+        &link.item
     }
 }

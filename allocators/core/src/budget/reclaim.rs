@@ -22,13 +22,13 @@
 //!    one half each: one of them gets all.
 
 use super::{
+    hooks::{Offer, Reclaim, Reclaimer, Tried},
+    level_hooks::HookRegistration,
     node::{Budget, Node},
-    reclaimer::{Offer, Reclaim, Reclaimer, Tried},
     refusal::{OutOfBudget, Raise},
-    registration::HookRegistration,
 };
 use crate::{
-    location::MemoryLocation,
+    ids::MemoryLocation,
     sync::atomic::{
         AtomicBool,
         Ordering::{AcqRel, Acquire, Relaxed, Release},

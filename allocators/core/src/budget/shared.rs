@@ -16,9 +16,8 @@
 //!    same fast paths as without shared roots.
 
 use super::{
-    capacity::{CapacitySource, ClaimShortage},
     node::{Budget, NOT_SHARED, Node, Tree},
-    refusal::OutOfBudget,
+    refusal::{CapacitySource, ClaimShortage, OutOfBudget},
     spin_lock::SpinGuard,
     tree::Refusal,
 };

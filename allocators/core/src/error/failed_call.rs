@@ -66,3 +66,98 @@ impl fmt::Display for SystemError {
 impl error::Error for SystemError {}
 
 crate::__debug_as_display!(DriverError, SystemError);
+
+/// The reason why no GPU can be used here.
+///
+/// On a machine without a GPU this is a normal result, usually [`NoLibrary`](Self::NoLibrary).
+///
+/// ```
+/// use aquifer::error::NoGpu;
+/// println!("no GPU: {}", NoGpu::NoLibrary);
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NoGpu {
+    /// This build has no CUDA: none of its CUDA features is enabled.
+    NotBuilt,
+    /// The driver's library, `libcuda.so.1`, is not installed or not on the loader's path.
+    NoLibrary,
+    /// The library lacks a function: the driver is older than CUDA 12.0, the first version that has
+    /// all of them.
+    MissingSymbol {
+        /// The function.
+        symbol: &'static str,
+    },
+    /// The driver sees no device, and `CUDA_VISIBLE_DEVICES` is set but names no existing device.
+    Hidden,
+    /// The driver was opened and has no device.
+    NoDevices,
+    /// The library exists but fails to initialise. Code 100 means that there is no device, 34 that
+    /// the library is the toolkit's stub for linking, 803 that the kernel module has another
+    /// version.
+    Start(DriverError),
+}
+
+crate::__debug_as_display!(NoGpu);
+
+impl fmt::Display for NoGpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotBuilt => f.write_str("this build has no CUDA; build it with one of its `cuda` features"),
+            Self::NoLibrary => f.write_str(
+                "no CUDA driver: libcuda.so.1 is not on the loader's path; install the NVIDIA driver",
+            ),
+            Self::MissingSymbol { symbol } => {
+                write!(f, "the CUDA driver has no {symbol}; it needs to be of CUDA 12.0 or later")
+            }
+            Self::Hidden => f.write_str(
+                "the CUDA driver sees no device: CUDA_VISIBLE_DEVICES is set and names none that is there; unset it",
+            ),
+            Self::NoDevices => f.write_str("the driver is installed and has no device"),
+            Self::Start(e) => match e.code {
+                34 => write!(
+                    f,
+                    "{e}: this libcuda is the toolkit's stub; put the driver's own first on the path"
+                ),
+                100 => write!(f, "{e}: the CUDA driver is installed and sees no device"),
+                803 => write!(
+                    f,
+                    "{e}: the driver's library and kernel module differ; a reboot loads the new one"
+                ),
+                _ => e.fmt(f),
+            },
+        }
+    }
+}
+
+impl error::Error for NoGpu {
+    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
+        match self {
+            Self::Start(e) => Some(e),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod no_gpu_tests {
+    use super::*;
+    use crate::MemoryError;
+
+    #[test]
+    fn each_reason_names_a_remedy_or_the_driver_error() {
+        let start =
+            |code, name| NoGpu::Start(DriverError { call: "cuInit", code, name }).to_string();
+        assert!(NoGpu::NoLibrary.to_string().contains("install"));
+        assert!(
+            NoGpu::MissingSymbol { symbol: "cuStreamGetId" }.to_string().contains("cuStreamGetId")
+        );
+        assert!(NoGpu::Hidden.to_string().contains("CUDA_VISIBLE_DEVICES"));
+        assert!(NoGpu::NotBuilt.to_string().contains("feature"));
+        assert!(start(100, "CUDA_ERROR_NO_DEVICE").contains("sees no device"));
+        assert!(start(803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH").contains("reboot"));
+        assert_eq!(start(999, "CUDA_ERROR_UNKNOWN"), "cuInit: CUDA_ERROR_UNKNOWN (999)");
+        let refused = MemoryError::NoGpu { asked: 3, why: Box::new(NoGpu::NoLibrary) }.to_string();
+        assert!(refused.contains("device 3") && refused.contains("libcuda.so.1"), "{refused}");
+    }
+}

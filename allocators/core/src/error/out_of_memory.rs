@@ -3,7 +3,7 @@
 use super::DriverError;
 use crate::{
     OutOfBudget,
-    budget::{Holding, Raise, reclaimer::Tried},
+    budget::{Holding, Raise, hooks::Tried},
 };
 use std::error;
 

@@ -4,7 +4,14 @@
 //! stays locked in the child for ever, and a file that both processes write is corrupted. So a
 //! child creates its own value at its first call.
 
-use std::{process, sync::OnceLock};
+use std::{
+    cell::Cell,
+    process,
+    sync::{
+        OnceLock,
+        atomic::{AtomicU32, Ordering},
+    },
+};
 
 /// A value, and its replacement in a child process.
 #[derive(Debug)]
@@ -40,4 +47,21 @@ impl<T> PerProcess<T> {
             }
         }
     }
+}
+
+/// Returns the number of the calling thread.
+#[inline]
+pub(super) fn thread_number() -> u32 {
+    static NEXT: AtomicU32 = AtomicU32::new(1);
+    thread_local! {
+        // `const` and without a destructor, so that a thread that is exiting can record events.
+        static NUMBER: Cell<u32> = const { Cell::new(0) };
+    }
+    NUMBER.with(|number| match number.get() {
+        0 => {
+            number.set(NEXT.fetch_add(1, Ordering::Relaxed));
+            number.get()
+        }
+        number => number,
+    })
 }

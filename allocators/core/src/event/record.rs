@@ -1,6 +1,6 @@
 //! The record of one operation on memory.
 
-use crate::{Tag, location::MemoryLocation};
+use crate::{Tag, ids::MemoryLocation};
 
 /// The kind of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

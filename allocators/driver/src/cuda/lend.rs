@@ -72,7 +72,7 @@
 //! dropped.
 
 use super::codes;
-use crate::{Access, DeviceId, KeepAlive, OperandMut, Typed};
+use crate::{Access, KeepAlive, OperandMut, Typed};
 use aquifer_core::{MemoryError, Result};
 use cudarc::driver::{
     CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, DriverError, LaunchArgs, PushKernelArg,
@@ -87,7 +87,6 @@ use std::{
     },
 };
 
-mod foreign;
 mod host;
 mod stream;
 
@@ -204,11 +203,6 @@ fn nearest_code(error: &MemoryError) -> CUresult {
     }
 }
 
-/// Converts an error of cudarc.
-fn memory_error(error: &DriverError, device: DeviceId) -> MemoryError {
-    MemoryError::driver(device, codes::error("cudarc", error.0 as u32))
-}
-
 /// Returns how many elements cudarc may access. Never more than the range holds, even if
 /// [`Typed::len`] is wrong, since cudarc copies that many without another check.
 fn element_count<B: Typed + ?Sized>(operand: &B) -> usize {
@@ -318,7 +312,7 @@ fn fmt_lent<B: Typed + ?Sized>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DeviceRange, Operand, RawStream};
+    use crate::{DeviceId, DeviceRange, Operand, RawStream};
 
     /// An operand whose `len` is too large.
     struct OverstatedLen {

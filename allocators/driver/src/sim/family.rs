@@ -2,7 +2,6 @@
 
 pub(super) mod copies;
 mod devices;
-mod driver;
 mod events;
 mod graphs;
 mod host_memory;

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{limits::NEVER, search::PlanOptions};
+use crate::{error::NEVER, search::PlanOptions};
 
 fn plan() -> Plan {
     let block = |bytes, first, end, stream| PlanBlock { bytes, first, end, stream, shared: true };

@@ -1,12 +1,14 @@
 //! Devices of the simulated machine.
 
 use crate::{
-    Call, DeviceId, DeviceInfo, Devices, MemoryInfo, Result,
+    Call, CallCounts, DeviceId, DeviceInfo, Devices, Driver, MemoryInfo, Observer, Result,
     sim::{
+        Sim,
         machine::{Machine, error_of},
         queue::Stream,
     },
 };
+use std::sync::{Arc, atomic::Ordering};
 
 // SAFETY: 1. The queues of the device have run before the call returns. 2. The calls of the other
 // families use the same configuration. 3. The queues of a lost device never run again.
@@ -61,5 +63,37 @@ unsafe impl Devices for Machine {
         state.record_host_wait(path.unwrap_or(0));
         state.order_host_after_device(device);
         Ok(())
+    }
+}
+
+impl Sim {
+    /// Returns the driver of this machine.
+    #[must_use]
+    pub fn driver(&self) -> Arc<dyn Driver> {
+        Arc::clone(&self.machine) as Arc<dyn Driver>
+    }
+}
+
+// SAFETY: 1. All families share one state.
+#[expect(unsafe_code, reason = "implements a trusted trait; holds no unsafe block")]
+unsafe impl Driver for Machine {
+    fn name(&self) -> &'static str {
+        "sim"
+    }
+
+    fn calls(&self) -> &CallCounts {
+        &self.calls
+    }
+
+    fn observer(&self) -> Option<&dyn Observer> {
+        if self.oracle_on.load(Ordering::Relaxed) { Some(self) } else { None }
+    }
+
+    fn machine(&self) -> u64 {
+        self.machine_id + 1
+    }
+
+    fn simulator(self: Arc<Self>) -> Option<Sim> {
+        Some(Sim { machine: self })
     }
 }
