@@ -1,13 +1,13 @@
 //! A block of device memory, as its owner holds it.
 
 use crate::{
+    backing::handle::Handle,
     base::{
         driver::check_stream_device,
         extent::{BlockExtent, BlockMeta, PackedRequest, UntilFree},
         lazy_box::LazyBox,
         pending::{DeferredFree, PendingWork},
     },
-    physical::handle::Handle,
     stream_cache::{BlockToken, CacheRef},
 };
 use aquifer_core::{

@@ -29,6 +29,7 @@ use span::SpanContext;
 
 use crate::{
     PoolConfig,
+    backing::handle::{Funds, Handle, HandleError, HeldBytes},
     base::{
         driver::notify_observer,
         released::Released,
@@ -36,7 +37,6 @@ use crate::{
         usage::{LiveUsage, TagHoldings},
         waits::{has_passed, try_wait, wait_for_epoch},
     },
-    physical::handle::{Funds, Handle, HandleError, HeldBytes},
 };
 use aquifer_core::{
     Action, Budget, Charge, DeviceId, MemoryError, OutOfBudget, PoolStats, Recorder, Result, Tag,

@@ -220,6 +220,7 @@
 #![recursion_limit = "256"]
 
 mod arena;
+mod backing;
 mod base;
 mod block;
 mod buffer;
@@ -233,10 +234,10 @@ mod driver_alloc;
 mod environment;
 mod graphs;
 mod limits;
+mod mapped_memory;
 mod pages;
 mod park;
 mod peaks;
-mod physical;
 mod planned;
 mod pool;
 mod pool_core;

@@ -21,8 +21,8 @@ mod tests;
 
 use crate::{
     Block, PoolConfig, Request,
+    backing::handle::Funds,
     base::released::Released,
-    physical::handle::Funds,
     pool_core::{PoolCore, PoolHook, counters::count},
 };
 use aquifer_core::{

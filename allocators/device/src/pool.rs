@@ -21,7 +21,7 @@ use crate::{
     checked::{BlockSource, CheckedPool},
     direct::Direct,
     environment::Environment,
-    physical::mapped::Mapped,
+    mapped_memory::MappedMemory,
     planned,
     pool_core::PoolCore,
     request::MAX_BYTES,
@@ -150,7 +150,7 @@ impl DevicePool {
         config.check_retention(budget.limit(), maps)?;
         let slot = config.slot(&info)?;
         let accessors = config.accessors(&*driver, device, maps)?;
-        let physical = Mapped::open(
+        let memory = MappedMemory::open(
             &driver,
             accessors.clone(),
             info.memory,
@@ -162,7 +162,7 @@ impl DevicePool {
         // Where nothing can be mapped, each block is an allocation of its own.
         config.bypass |= !maps;
         let warm = config.warm_reserve;
-        let core = PoolCore::new(driver, info, budget, config, physical, accessors);
+        let core = PoolCore::new(driver, info, budget, config, memory, accessors);
         let PoolCore { driver, config, budget, .. } = &*core;
         let bypass = config.bypass.then(|| {
             let status = core.status.parent().map(|pool| pool.part());
@@ -565,7 +565,7 @@ impl fmt::Debug for DevicePool {
         f.debug_struct("DevicePool")
             .field("device", &self.device())
             .field("budget", self.budget())
-            .field("physical", &self.core().physical)
+            .field("physical", &self.core().memory)
             .finish_non_exhaustive()
     }
 }

@@ -22,8 +22,8 @@ use crate::{
         usage::LiveUsage,
     },
     dedicated::DedicatedPool,
+    mapped_memory::MappedMemory,
     peaks::{CacheList, PoolPeaks},
-    physical::mapped::Mapped,
     publisher::PoolPublisher,
     retention::Retention,
     sharing_policy::SharingPolicy,
@@ -60,7 +60,8 @@ pub(crate) struct PoolCore {
     pub(crate) driver: Arc<dyn Driver>,
     pub(crate) info: DeviceInfo,
     streams: StreamPool,
-    pub(crate) physical: Mapped,
+    /// The memory of the caches, and what no cache has.
+    pub(crate) memory: MappedMemory,
     pub(crate) budget: Budget,
     /// Dedicated memory: stable blocks and reserved elements.
     pub(crate) dedicated: Arc<DedicatedPool>,
@@ -182,7 +183,7 @@ impl PoolCore {
         info: DeviceInfo,
         budget: Budget,
         config: PoolConfig,
-        physical: Mapped,
+        memory: MappedMemory,
         accessors: Arc<[DeviceId]>,
     ) -> Arc<Self> {
         let observed = driver.observer().is_some();
@@ -192,7 +193,7 @@ impl PoolCore {
         let caches = Arc::<CacheList>::default();
         let peaks = PoolPeaks::new(caches.clone(), !config.bypass && !config.debug.is_on());
         let (live, parent) = (LiveUsage::of_pool(peaks.clone()), status.parent().cloned());
-        let held = physical.held().of_other_part();
+        let held = memory.held().of_other_part();
         let dedicated = DedicatedPool::new(&driver, &info, &config, accessors, live, held, parent);
         Arc::new(Self {
             key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
@@ -200,7 +201,7 @@ impl PoolCore {
             dedicated,
             driver,
             info,
-            physical,
+            memory,
             budget,
             caches,
             peaks,
@@ -267,7 +268,7 @@ impl PoolCore {
 
     /// Returns the bytes held from the driver.
     pub(crate) fn held(&self) -> u64 {
-        self.physical.held().now() + self.dedicated.held().now()
+        self.memory.held().now() + self.dedicated.held().now()
     }
 
     /// Returns the hooks of features.

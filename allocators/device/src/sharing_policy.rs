@@ -15,9 +15,12 @@
 //! Where threads meet on the slow path, the bound rises by two of their blocks, so that they soon
 //! have what they need in caches of their own.
 
+pub(crate) mod steps;
+
 use crate::base::policy_params::{fraction, policy};
 use aquifer_core::Budget;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use steps::{COMPACT_FIRST, GROW_FIRST, REUSE_FIRST, SHARED_ONLY, Step};
 
 /// The default of [`PoolConfig::slack`](crate::PoolConfig::slack), in per cent.
 pub(crate) const DEFAULT_SLACK: u32 = 17;
@@ -29,42 +32,6 @@ pub(crate) struct CacheFootprint {
     pub(crate) live: u64,
     /// In its cache, or freed and still in use elsewhere.
     pub(crate) free: u64,
-}
-
-/// The order in which a stream without room searches for memory.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum GrowthOrder {
-    /// New memory first: half of the budget is left, and at most a third of the held memory is
-    /// idle, or the block is not large.
-    GrowFirst,
-    /// Idle memory of other streams first, even if the stream has to wait for it; then new memory.
-    /// Also for a block of at least 16 MiB if as much has been in use before, however little is
-    /// idle.
-    ReuseFirst,
-    /// Like `ReuseFirst`, but idle handles are moved before memory grows: what is held would exceed
-    /// its bound.
-    CompactFirst,
-    /// All free memory is shared, and has been searched already.
-    SharedOnly,
-}
-
-/// The pieces in which a search takes memory of other caches and of the shared free list. What the
-/// stream's own cache has is used in pieces of any length.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Granularity {
-    /// Whole slots, so that caches stay separate. A slot is the smallest handle, usually 2 MiB.
-    Slots,
-    /// Pieces of any length, down to one unit of the heap, which is 512 bytes.
-    Units,
-}
-
-/// The choice among otherwise equal places for a block.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Fit {
-    /// The lowest, so that free memory gathers at the other end.
-    Lowest,
-    /// The one that pins the fewest handles which are wholly free now. Of several, the lowest.
-    FewestPinned,
 }
 
 /// The current state of the policy.
@@ -150,40 +117,43 @@ impl SharingPolicy {
         OnSlowPath(self)
     }
 
-    /// Returns the pieces of the shared free list that serve a block of `bytes` which does not fit
-    /// in its stream's cache, or `None` if a search of all memory comes first.
-    pub(crate) fn shared_pieces(&self, bytes: u64) -> Option<Granularity> {
+    /// Returns whether the shared free list serves a block of `bytes` that does not fit in its
+    /// stream's cache, and if so, whether in whole slots. `None` if a search of all memory comes
+    /// first.
+    pub(crate) fn shared_in_whole_slots(&self, bytes: u64) -> Option<bool> {
         if !self.sharing {
             return None;
         }
         if self.shares_all() || bytes >= policy().large_block {
-            return Some(Granularity::Units);
+            return Some(false);
         }
         if self.spacious.load(Ordering::Relaxed) {
             // A small block takes new memory.
-            return (bytes > policy().own_cache_max).then_some(Granularity::Units);
+            return (bytes > policy().own_cache_max).then_some(false);
         }
         // While caches still hold free memory, a single unit would needlessly pin a slot.
-        (!self.crowded.load(Ordering::Relaxed)).then_some(Granularity::Slots)
+        (!self.crowded.load(Ordering::Relaxed)).then_some(true)
     }
 
-    /// Returns the choice among otherwise equal places for a block.
-    pub(crate) fn fit(&self) -> Fit {
-        if self.tight.load(Ordering::Relaxed) { Fit::FewestPinned } else { Fit::Lowest }
+    /// Returns whether, among otherwise equal places, a block takes the one that pins the fewest
+    /// handles which are wholly free now. Otherwise it takes the lowest, so that free memory
+    /// gathers at the other end.
+    pub(crate) fn pins_fewest(&self) -> bool {
+        self.tight.load(Ordering::Relaxed)
     }
 
-    /// Returns the search order for a stream that has no room for `bytes`.
-    pub(crate) fn growth_order(&self, bytes: u64) -> GrowthOrder {
+    /// Returns the steps, in order, of a stream that has no room for `bytes`.
+    pub(crate) fn steps(&self, bytes: u64) -> &'static [Step] {
         if self.room_of_exceeded_bound(bytes).is_some() {
-            return GrowthOrder::CompactFirst;
+            return COMPACT_FIRST;
         }
         if self.shares_all() {
-            return GrowthOrder::SharedOnly;
+            return SHARED_ONLY;
         }
         let grows = self.spacious.load(Ordering::Relaxed)
             && !self.grows_whole_blocks(bytes)
             && (self.ample.load(Ordering::Relaxed) || bytes < policy().large_block);
-        if grows { GrowthOrder::GrowFirst } else { GrowthOrder::ReuseFirst }
+        if grows { GROW_FIRST } else { REUSE_FIRST }
     }
 
     /// Returns the bytes of new memory that a block of `bytes` may take before idle handles move
@@ -346,7 +316,7 @@ mod tests {
             let charge = budget.charge(live + free);
             policy.update(&budget, &[footprint(live, 0)], free);
             drop(charge);
-            policy.growth_order(LARGE) == GrowthOrder::GrowFirst
+            policy.steps(LARGE) == GROW_FIRST
         };
         assert_eq!(
             [(200, 100), (200, 101), (300, 101)].map(|(live, free)| step(live, free)),
@@ -362,13 +332,13 @@ mod tests {
             let charge = budget.charge(live + free);
             policy.update(&budget, &[footprint(live, 0)], free);
             drop(charge);
-            policy.fit()
+            policy.pins_fewest()
         };
         let part = 3200 / POLICY.tight_part;
-        assert_eq!(step(3200 - part, 0), Fit::Lowest);
-        assert_eq!(step(3201 - part, 0), Fit::FewestPinned);
-        assert_eq!(step(3201 - part, part - 1), Fit::FewestPinned);
-        assert_eq!(step(3200 - part, part), Fit::Lowest);
+        assert!(!step(3200 - part, 0));
+        assert!(step(3201 - part, 0));
+        assert!(step(3201 - part, part - 1));
+        assert!(!step(3200 - part, part));
     }
 
     #[test]
@@ -380,7 +350,7 @@ mod tests {
             let step = |live: u64, free: u64, bytes: u64, streams: u64| {
                 let each = footprint(live / streams, 0);
                 policy.update(&budget, &vec![each; streams as usize], free);
-                policy.growth_order(bytes) == GrowthOrder::CompactFirst
+                policy.steps(bytes) == COMPACT_FIRST
             };
             let below = high - 2 * MIB;
             for streams in [1, 2] {
@@ -460,16 +430,16 @@ mod tests {
         let (policy, budget) = (unbounded(), Budget::new("a test", 1 << 40));
         let step = |live: u64, free: u64, bytes: u64| {
             policy.update(&budget, &[footprint(live / 2, 0); 2], free);
-            policy.growth_order(bytes)
+            policy.steps(bytes)
         };
         let high = 100 * LARGE;
-        assert_eq!(step(high, 0, LARGE), GrowthOrder::GrowFirst);
+        assert_eq!(step(high, 0, LARGE), GROW_FIRST);
         // The block would be new use, or not.
-        assert_eq!(step(high, high / 2, LARGE), GrowthOrder::GrowFirst);
-        assert_eq!(step(high - LARGE, high / 2, LARGE - 1), GrowthOrder::GrowFirst);
+        assert_eq!(step(high, high / 2, LARGE), GROW_FIRST);
+        assert_eq!(step(high - LARGE, high / 2, LARGE - 1), GROW_FIRST);
         for idle in [high / 8, high] {
-            assert_eq!(step(high - LARGE, idle, LARGE), GrowthOrder::ReuseFirst, "{idle} idle");
-            assert_eq!(step(high - LARGE, idle, LARGE - 1), GrowthOrder::GrowFirst);
+            assert_eq!(step(high - LARGE, idle, LARGE), REUSE_FIRST, "{idle} idle");
+            assert_eq!(step(high - LARGE, idle, LARGE - 1), GROW_FIRST);
         }
         assert!(policy.grows_whole_blocks(LARGE) && !policy.grows_whole_blocks(LARGE + 1));
     }

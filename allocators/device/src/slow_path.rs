@@ -30,21 +30,18 @@
 mod oom;
 mod progress;
 mod room;
-mod steps;
 
 use crate::{
     Adoption, Block, Request,
+    backing::handle::{Funds, HandleError},
     base::{
         released::Released,
         waits::{begin_request, deadline},
     },
-    physical::{
-        handle::{Funds, HandleError},
-        options::{PlaceOptions, PlaceOutcome, Readiness},
-    },
+    mapped_memory::search::{PlaceOutcome, Supply},
     pool_core::{PoolCore, counters::count, fences::FenceScope},
     reclaim::Reclaimers,
-    sharing_policy::{Granularity, GrowthOrder},
+    sharing_policy::steps::{GROW, PlaceOptions, Step},
     stream_cache::{BlockToken, StreamCache},
 };
 use aquifer_core::{
@@ -55,7 +52,6 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
-use steps::{COMPACT_FIRST, GROW, GROW_FIRST, REUSE_FIRST, SHARED_ONLY, Step};
 
 /// How many times moves of other threads are waited for before a request is refused.
 const MOVE_RETRIES: u32 = 64;
@@ -120,7 +116,7 @@ impl PoolCore {
         self.report_failure(request.size(), request.owner(), by_budget);
         let error = refused.unwrap_or_else(|| {
             // Handles set aside for this request are released before it is refused.
-            self.physical.drop_spare();
+            self.memory.drop_spare();
             let causes = self.explain(request.size(), Some(cache), progress);
             MemoryError::OutOfMemory(Box::new(causes))
         });
@@ -148,7 +144,7 @@ impl PoolCore {
     }
 
     fn move_counts(&self) -> MoveCounts {
-        self.physical.move_counts()
+        self.memory.move_counts()
     }
 
     fn run_slow_path(
@@ -252,8 +248,7 @@ impl PoolCore {
         // What this stream itself has freed is often enough, and no other is disturbed then.
         if sharing
             && self.sharing_policy.searches_shared_first(request.size())
-            && let Some(block) =
-                self.allocate_shared(cache, &own, request, Granularity::Units, progress)
+            && let Some(block) = self.allocate_shared(cache, &own, request, false, progress)
         {
             return Ok(Some(block));
         }
@@ -265,35 +260,29 @@ impl PoolCore {
         progress.polled = true;
         progress.own_moves += self.share_abandoned(&pass, &caches);
         if self.retention.stream_cache < u64::MAX {
-            progress.own_moves += self.physical.cap_caches(&caches, self.retention.stream_cache);
+            progress.own_moves += self.memory.cap_caches(&caches, self.retention.stream_cache);
         }
         progress.record("fence and poll", collected);
         let shares_all = sharing && self.sharing_policy.shares_all();
         if !shares_all && let Some(block) = self.retry_cache(cache, request, collected) {
             return Ok(Some(block));
         }
-        if let Some(pieces) = self.sharing_policy.shared_pieces(request.size())
-            && let Some(block) = self.allocate_shared(cache, donors, request, pieces, progress)
+        if let Some(whole_slots) = self.sharing_policy.shared_in_whole_slots(request.size())
+            && let Some(block) = self.allocate_shared(cache, donors, request, whole_slots, progress)
         {
             return Ok(Some(block));
         }
-        let steps = match self.sharing_policy.growth_order(request.size()) {
-            GrowthOrder::GrowFirst => GROW_FIRST,
-            GrowthOrder::ReuseFirst => REUSE_FIRST,
-            GrowthOrder::CompactFirst => COMPACT_FIRST,
-            GrowthOrder::SharedOnly => SHARED_ONLY,
-        };
         // An isolated stream never waits for another, nor does one that captures. Evaluated lazily,
         // since it calls the driver.
         let waits = std::cell::LazyCell::new(|| {
             self.config.adoption == Adoption::Wait && cache.timeline().waits_unasked()
         });
-        for step in steps {
+        for step in self.sharing_policy.steps(request.size()) {
             let block = match *step {
-                Step::FromOwn(options) if options.readiness == Readiness::Completed || *waits => {
+                Step::FromOwn(options) if !options.may_wait || *waits => {
                     self.place(cache, &own, request, options, progress)?
                 }
-                Step::FromAll(options) if options.readiness == Readiness::Completed => {
+                Step::FromAll(options) if !options.may_wait => {
                     self.place(cache, donors, request, options, progress)?
                 }
                 Step::FromAll(options) if *waits => {
@@ -333,8 +322,8 @@ impl PoolCore {
         // Blocks that earlier steps have collected are free, but their work is not yet known to be
         // done.
         self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
-        let wanted = self.physical.backing_bytes(request);
-        let idle = self.physical.idle(&caches);
+        let wanted = self.memory.backing_bytes(request);
+        let idle = self.memory.idle(&caches);
         let short = Funds { budget: &self.budget, reserved: progress.reserved }.shortfall(wanted);
         if gone.bytes + idle == 0 || idle < short {
             progress.record_refusal(&gone);
@@ -354,13 +343,13 @@ impl PoolCore {
     /// refuses. Gives nothing unless it is enough for that budget. Returns whether it gave any.
     fn reclaim_own(&self, wanted: u64, progress: &mut Progress<'_>) -> Result<bool> {
         let Some(HandleError::Budget(refused)) = progress.refused else { return Ok(false) };
-        let wanted = self.physical.backing_bytes(&Request::bytes(wanted)).max(refused.requested);
+        let wanted = self.memory.backing_bytes(&Request::bytes(wanted)).max(refused.requested);
         let Some(refused) = self.budget.refusal(wanted) else { return Ok(false) };
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
         self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
         let short = refused.missing();
-        if self.physical.idle(&caches) < short {
+        if self.memory.idle(&caches) < short {
             return Ok(false);
         }
         let gave = self.trim_under_pressure(self.held().saturating_sub(short))?;
@@ -374,15 +363,15 @@ impl PoolCore {
         cache: &'static StreamCache,
         donors: &[&'static StreamCache],
         request: &Request,
-        pieces: Granularity,
+        whole_slots: bool,
         progress: &mut Progress<'_>,
     ) -> Option<Block> {
         if self.sharing_policy.prefers_shared(request.size()) {
-            self.physical.share_free(donors, self.sharing_policy.min_shared_extent());
+            self.memory.share_free(donors, self.sharing_policy.min_shared_extent());
             progress.own_moves += 1;
         }
-        let place =
-            self.physical.allocate_shared(cache, request, pieces, self.sharing_policy.fit())?;
+        let pins_fewest = self.sharing_policy.pins_fewest();
+        let place = self.memory.allocate_shared(cache, request, whole_slots, pins_fewest)?;
         count(&self.counters.adoptions, 1);
         Some(self.make_block(cache, &BlockToken::new(cache, &place, request), self.ticket()))
     }
@@ -409,20 +398,21 @@ impl PoolCore {
         options.apart |= options.grow
             && !options.move_handles
             && self.sharing_policy.grows_whole_blocks(request.size());
-        let mut outcome = PlaceOutcome { reserved: progress.reserved, ..PlaceOutcome::default() };
-        if options.bounded {
-            outcome.max_growth = Some(self.sharing_policy.growth_before_moves(request.size()));
-        }
+        let max_growth = if options.bounded {
+            self.sharing_policy.growth_before_moves(request.size())
+        } else {
+            u64::MAX
+        };
         if options.grow {
-            let bytes = self.physical.backing_bytes(request);
+            let bytes = self.memory.backing_bytes(request);
             self.hooks().for_each(|hook| hook.release_before_growth(bytes));
         }
-        let fit = self.sharing_policy.fit();
-        let place = self.physical.place(cache, donors, request, options, fit, &mut outcome)?;
+        let supply = Supply { donors, options, reserved: progress.reserved, max_growth };
+        let mut outcome = PlaceOutcome::default();
+        let pins_fewest = self.sharing_policy.pins_fewest();
+        let place = self.memory.place(cache, request, &supply, pins_fewest, &mut outcome)?;
         let (step, gave) = match options {
-            PlaceOptions { readiness: Readiness::MayWait, .. } => {
-                ("take over what is in use", outcome.adopted)
-            }
+            PlaceOptions { may_wait: true, .. } => ("take over what is in use", outcome.adopted),
             PlaceOptions { move_handles: true, .. } => ("move what is done", outcome.adopted),
             PlaceOptions { grow: true, .. } => ("grow", outcome.grown),
             _ => ("take over what is done", outcome.adopted),

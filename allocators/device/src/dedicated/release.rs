@@ -2,9 +2,9 @@
 
 use super::{DedicatedPool, Span};
 use crate::{
+    backing::handle::Handle,
     base::{driver::owner_of_freed, extent::AttachedValue, pending::DeferredFree},
     block::ReleaseBlock,
-    physical::handle::Handle,
 };
 use aquifer_core::{Action, Tag, event::BlockKind, panics::Contained};
 use std::sync::{Arc, Weak};

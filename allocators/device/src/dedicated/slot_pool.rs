@@ -11,13 +11,13 @@
 use super::{DedicatedPool, Span};
 use crate::{
     Block,
+    backing::{shared_free::SharedFreeList, window::Grid},
     base::{
         dependencies::{self, StreamDeps},
         extent::{AttachedValue, PackedRequest, UntilFree},
         pending::{DeferredFree, PartsWork, PendingUses},
     },
     block::{DriverBlock, ReleaseBlock},
-    physical::{shared_free::SharedFreeList, window::Grid},
 };
 use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_heap::Range;

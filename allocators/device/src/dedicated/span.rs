@@ -2,14 +2,14 @@
 #![expect(unsafe_code, reason = "maps, unmaps and frees")]
 
 use crate::{
+    backing::{
+        handle::{Handle, HeldBytes},
+        window::Grid,
+    },
     base::{
         extent::UntilFree,
         live_blocks::CommittedBytes,
         pending::{PartsWork, PendingUses},
-    },
-    physical::{
-        handle::{Handle, HeldBytes},
-        window::Grid,
     },
 };
 use aquifer_core::{

@@ -13,6 +13,7 @@ pub(super) use give_back::GraphMemories;
 
 use crate::{
     Block,
+    backing::{shared_free::SharedFreeList, window::Grid},
     base::{
         dependencies::{StreamDeps, latest, raise},
         driver::check_stream_device,
@@ -20,7 +21,6 @@ use crate::{
     },
     dedicated::{DedicatedPool, Span, slot_pool::SlotRanges},
     park::{Phase, saved::SavedPiece},
-    physical::{shared_free::SharedFreeList, window::Grid},
     pool_core::PoolCore,
 };
 use aquifer_core::{Action, BLOCK_ALIGN, MemoryError, Request, Result, Tag, event::BlockKind};

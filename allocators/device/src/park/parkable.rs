@@ -4,7 +4,7 @@
 //!   each.
 //! - Blocks are cut out of slots that have memory, lowest address first.
 //! - Each free range stores its dependencies: the work that must be over before it is reused. Free
-//!   ranges are kept in a [`SharedFreeList`](crate::physical::shared_free::SharedFreeList), as in
+//!   ranges are kept in a [`SharedFreeList`](crate::backing::shared_free::SharedFreeList), as in
 //!   the caches, here for one tag.
 //! - A stream reuses its own freed ranges at once, and those of other streams when their work is
 //!   known to be done. If no more memory is available, it waits for that work on the device.
@@ -15,6 +15,7 @@ use super::{
 };
 use crate::{
     Adoption, Block,
+    backing::window::Grid,
     base::{
         dependencies::{self, StreamDeps, latest},
         driver::{check_stream_device, owner_of_freed},
@@ -24,10 +25,8 @@ use crate::{
     },
     block::ReleaseBlock,
     dedicated::{DedicatedPool, Span, slot_pool::SlotRanges},
-    physical::window::Grid,
     pool_core::PoolCore,
     request::ValidateRequest,
-    sharing_policy::Fit,
 };
 use aquifer_core::{
     Action, BLOCK_ALIGN, Event, MemoryError, PoolStats, Request, Result, Tag,
@@ -282,8 +281,7 @@ impl ParkablePool {
     ) -> Result<Option<(Range, StreamDeps)>> {
         let mut state = self.state();
         self.check_resident(&state)?;
-        let range =
-            state.ranges.free.find(bytes, request.alignment(), Fit::Lowest, self.grid(), ready);
+        let range = state.ranges.free.find(bytes, request.alignment(), None, ready);
         Ok(range.and_then(|range| Some((range, state.ranges.free.take(range)?))))
     }
 

@@ -5,6 +5,7 @@ use super::{
     memory::{PlannedMemory, State},
 };
 use crate::{
+    backing::handle::Handle,
     base::{
         driver::owner_of_freed,
         extent::PackedRequest,
@@ -12,7 +13,6 @@ use crate::{
         released::Released,
     },
     block::{DriverBlock, ReleaseBlock},
-    physical::handle::Handle,
 };
 use aquifer_core::{Action, Result, Tag};
 use aquifer_plan::PlanCursor;

@@ -20,7 +20,7 @@ impl PoolCore {
         let pass = self.scratch.begin();
         let live: u64 =
             self.caches(&pass).iter().map(|cache| cache.with(|s| s.footprint().live)).sum();
-        let (held, unit) = (self.physical.held().now(), self.physical.slot());
+        let (held, unit) = (self.memory.held().now(), self.memory.slot());
         let idle = held.saturating_sub(live);
         // Memory that shares a handle with a live block is kept. The number is not rounded: a
         // reclaimer that failed is called again when it changes.
@@ -41,7 +41,7 @@ impl Reclaim for PoolCore {
     /// nothing. Free memory that captures have used does not count, since no reclaim releases it.
     fn offer(&self) -> Offer {
         let bytes = self.idle();
-        let cost = self.physical.reclaim_cost(bytes, self.config.peers.len() as u32);
+        let cost = self.memory.reclaim_cost(bytes, self.config.peers.len() as u32);
         Offer { bytes, cost }
     }
 

@@ -251,7 +251,7 @@ impl DevicePool {
                 }
             })
         });
-        let shared = || self.core().physical.is_shared_free(address);
+        let shared = || self.core().memory.is_shared_free(address);
         let checked = || self.checked().is_some_and(|checked| checked.was_freed(address));
         if freed || shared() || checked() {
             MemoryError::DoubleFree { address }

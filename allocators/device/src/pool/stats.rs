@@ -59,7 +59,7 @@ impl DevicePool {
     pub fn reset_peaks(&self) {
         let core = self.core();
         core.peaks.reset();
-        core.physical.held().reset_peak_of_pool();
+        core.memory.held().reset_peak_of_pool();
         if let Some(direct) = self.bypass_source() {
             direct.reset_peaks();
         }

@@ -51,7 +51,7 @@ impl PoolCore {
             if let Some(error) = self.refuse_oversized(bytes, Tag::NONE) {
                 return Err(error);
             }
-            self.physical.warm(bytes).map_err(|error| self.explain_refusal(bytes, error))?
+            self.memory.warm(bytes).map_err(|error| self.explain_refusal(bytes, error))?
         } else {
             return Err(MemoryError::Unsupported {
                 feature: "a warm reserve (cuMemMap, and no bypass)",

@@ -136,8 +136,8 @@ impl PoolCore {
         if caches.is_empty() {
             return;
         }
-        self.physical.share_free(&abandoned(&pass, &caches), 0);
-        self.physical.forget_done();
+        self.memory.share_free(&abandoned(&pass, &caches), 0);
+        self.memory.forget_done();
         for cache in caches {
             if let Some((idle, timeline)) = cache.unbind_if_idle() {
                 self.idle_caches().push(idle);
@@ -153,7 +153,7 @@ impl PoolCore {
         if abandoned.is_empty() {
             return 0;
         }
-        self.physical.share_free(&abandoned, 0);
+        self.memory.share_free(&abandoned, 0);
         1
     }
 }

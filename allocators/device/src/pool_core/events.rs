@@ -138,7 +138,7 @@ impl PoolCore {
     pub(crate) fn report_held(&self, kind: BlockKind) {
         let Some(recorder) = &self.config.recorder else { return };
         self.report_limit();
-        let held = self.physical.held();
+        let held = self.memory.held();
         if held.has_grown() {
             self.report_outside();
         }

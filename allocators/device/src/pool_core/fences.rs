@@ -123,13 +123,13 @@ impl PoolCore {
                 fence(user, epoch)?;
             }
         }
-        for (timeline, epoch) in self.physical.zombie_fences(bump) {
+        for (timeline, epoch) in self.memory.zombie_fences(bump) {
             fence(timeline, epoch)?;
         }
         for timeline in fenced {
             timeline.poll()?;
         }
-        let shared = self.physical.uncached_bytes();
+        let shared = self.memory.uncached_bytes();
         // Bytes of the warm reserve do not count as idle.
         self.sharing_policy.update(
             &self.budget,

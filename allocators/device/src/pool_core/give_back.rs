@@ -87,7 +87,7 @@ impl PoolCore {
 
     /// Returns the bytes whose release the driver has refused.
     fn stuck(&self) -> u64 {
-        self.physical.held().stuck() + self.dedicated.held().stuck()
+        self.memory.held().stuck() + self.dedicated.held().stuck()
     }
 
     /// As [`DevicePool::poll`](crate::DevicePool::poll).
@@ -135,7 +135,7 @@ impl PoolCore {
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
         let keep = self.retention.bytes_to_retain(live(&caches));
-        if self.physical.held().now() > keep {
+        if self.memory.held().now() > keep {
             self.retention.record_release(self.release_idle(&caches, keep).bytes);
         }
     }
@@ -152,7 +152,7 @@ impl PoolCore {
     /// Releases free memory whose work is known to be done from the caches until they hold at most
     /// `keep` bytes.
     fn release_idle(&self, caches: &[&'static StreamCache], keep: u64) -> Released {
-        let released = self.physical.trim(caches, keep);
+        let released = self.memory.trim(caches, keep);
         if released.bytes > 0 {
             self.counters.reaped.fetch_add(released.bytes, Ordering::Relaxed);
             self.report_held(BlockKind::Cached);

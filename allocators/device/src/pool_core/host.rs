@@ -48,11 +48,11 @@ impl CacheHost for PoolCore {
     fn reclaim_cache(&self, cache: &'static StreamCache, timeline: &Timeline, heap: &Heap) {
         timeline.detach(self.key);
         self.unregister_cache(cache);
-        self.physical.take_back(heap.free_extents().map(|e| e.range));
+        self.memory.take_back(heap.free_extents().map(|e| e.range));
     }
 
     fn leak_cache(&self, cache: &'static StreamCache, timeline: &Timeline) {
-        self.physical.leak();
+        self.memory.leak();
         timeline.detach(self.key);
         self.unregister_cache(cache);
     }

@@ -26,14 +26,14 @@ impl PoolCore {
         self.report_held(BlockKind::Cached);
         let has_resumed = aquifer_status::resume();
         if aquifer_status::is_published()
-            && (has_resumed || self.status.is_due(self.physical.held().now()))
+            && (has_resumed || self.status.is_due(self.memory.held().now()))
         {
             self.publish_now();
         }
     }
 
     fn publish_now(&self) {
-        self.status.record_published(self.physical.held().now());
+        self.status.record_published(self.memory.held().now());
         self.status.slot().publish(|| self.published_figures());
         self.dedicated.publish();
     }

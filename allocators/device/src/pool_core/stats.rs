@@ -16,8 +16,8 @@ impl PoolCore {
     /// seen twice is subtracted: from what is free, since only that moves, then from the rest.
     pub(crate) fn stats_with(&self, others: PoolStats) -> PoolStats {
         let version = || {
-            let held = self.physical.held().now_of_pool();
-            (self.physical.move_counts(), self.dedicated.releases_under_way(), held)
+            let held = self.memory.held().now_of_pool();
+            (self.memory.move_counts(), self.dedicated.releases_under_way(), held)
         };
         let mut stats = others;
         for _ in 0..ATTEMPTS {
@@ -50,8 +50,8 @@ impl PoolCore {
 
     /// Adds what is neither in the caches nor dedicated.
     pub(super) fn add_beside_caches(&self, stats: &mut PoolStats) {
-        stats.cached += self.physical.uncached_bytes();
-        let held = self.physical.held();
+        stats.cached += self.memory.uncached_bytes();
+        let held = self.memory.held();
         stats.pending += held.stuck();
         stats.physical += held.now();
         stats.peak_physical += held.peak_of_pool();

@@ -3,7 +3,7 @@
 use super::progress::Progress;
 use crate::{
     Adoption, Request,
-    physical::handle::HandleError,
+    backing::handle::HandleError,
     pool_core::{PoolCore, counters::count},
     stream_cache::{CacheState, StreamCache},
 };
@@ -117,8 +117,8 @@ impl PoolCore {
             Some(HandleError::Budget(refused)) => {
                 error.refused = Some(refused);
                 // Idle memory is given back for a request that fits with it.
-                let whole = self.physical.backing_bytes(&Request::bytes(bytes));
-                error.raise = self.budget.raises(whole, self.physical.idle(&caches));
+                let whole = self.memory.backing_bytes(&Request::bytes(bytes));
+                error.raise = self.budget.raises(whole, self.memory.idle(&caches));
             }
             Some(HandleError::Driver(refused)) => error.driver = Some(refused),
             None => {}
@@ -131,7 +131,7 @@ impl PoolCore {
         error.tried = progress.tried.into_vec();
         let mut holders: Vec<Holding> = Vec::new();
         let in_use = &mut error.in_use;
-        self.physical.shared_in_use(&mut |stream, bytes| add_in_use(in_use, stream, bytes));
+        self.memory.shared_in_use(&mut |stream, bytes| add_in_use(in_use, stream, bytes));
         for &other in &caches {
             other.with(|s| {
                 error.largest_free = error.largest_free.max(s.heap.largest_free());
@@ -156,7 +156,7 @@ impl PoolCore {
             });
         }
         let left = error.refused.map_or(0, |refused| refused.remaining);
-        error.available = error.available.max(self.physical.idle(&caches).saturating_add(left));
+        error.available = error.available.max(self.memory.idle(&caches).saturating_add(left));
         self.dedicated
             .holdings()
             .into_iter()

@@ -1,6 +1,6 @@
 //! What one slow path has tried so far.
 
-use crate::{base::released::Released, physical::handle::HandleError};
+use crate::{backing::handle::HandleError, base::released::Released};
 use aquifer_core::{DriverError, MemoryError, OutOfBudget, Reservation, error::Tried};
 use smallvec::SmallVec;
 use std::sync::Mutex;

@@ -2,8 +2,8 @@
 
 use super::progress::Progress;
 use crate::{
+    backing::handle::{Funds, HandleError},
     dedicated::Span,
-    physical::handle::{Funds, HandleError},
     pool_core::PoolCore,
 };
 use aquifer_core::{MemoryError, Reservation, Result, Tag, event::BlockKind};

@@ -1,7 +1,7 @@
 //! Export of stable blocks to other processes, and import of theirs.
 #![expect(unsafe_code, reason = "imports memory that others work with")]
 
-use crate::{DevicePool, Request, StableBlock, physical::handle::Handle};
+use crate::{DevicePool, Request, StableBlock, backing::handle::Handle};
 use aquifer_core::{DeviceId, MemoryError, Result, event::BlockKind};
 use aquifer_driver::{ExportTypes, FabricHandle, site};
 use aquifer_stream::Stream;

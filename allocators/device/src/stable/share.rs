@@ -15,8 +15,8 @@ use super::{
     wire::{Connection, HEADER, Patience, ShareHeader, check_name},
 };
 use crate::{
-    Block, DevicePool, DeviceSlice, DeviceSliceMut, Request, block::BlockOwner,
-    physical::handle::Handle,
+    Block, DevicePool, DeviceSlice, DeviceSliceMut, Request, backing::handle::Handle,
+    block::BlockOwner,
 };
 use aquifer_core::{MemoryError, Result, event::BlockKind};
 use aquifer_driver::{Access, DeviceRange, Driver, ExportTypes, site};
@@ -212,7 +212,7 @@ impl DevicePool {
         }
         let found = match &block.owner {
             BlockOwner::Cache(_) => {
-                self.core().physical.handles(HeapRange { start: address, len: bytes })
+                self.core().memory.handles(HeapRange { start: address, len: bytes })
             }
             BlockOwner::Driver(driver_block) => driver_block.releaser().handles(address, bytes),
         };

@@ -3,6 +3,7 @@
 
 use super::{GraphMemory, State};
 use crate::{
+    backing::window::Grid,
     base::{
         dependencies::{self, StreamDeps},
         released::Released,
@@ -10,7 +11,6 @@ use crate::{
     },
     dedicated::Span,
     park::Phase,
-    physical::window::Grid,
     pool_core::PoolHook,
 };
 use aquifer_heap::Range;

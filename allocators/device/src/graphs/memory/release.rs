@@ -2,6 +2,7 @@
 
 use super::{GraphMemory, Range, record_collected};
 use crate::{
+    backing::handle::Handle,
     base::{
         dependencies::{StreamDeps, latest},
         driver::owner_of_freed,
@@ -10,7 +11,6 @@ use crate::{
     block::ReleaseBlock,
     graphs::range_release::GraphRangeRelease,
     park::Phase,
-    physical::handle::Handle,
 };
 use aquifer_core::{Action, Tag, event::BlockKind, panics::Contained};
 use std::sync::{Arc, PoisonError};

@@ -2,14 +2,13 @@
 //! and the handles that lie wholly in them. The lists belong to a pass and are partly built under
 //! the locks of caches: see `aquifer_core::scratch`.
 
-use super::{Mapped, intersection};
+use super::{MappedMemory, intersection};
 use crate::{
-    base::dependencies::{StreamDeps, is_done, is_done_except},
-    physical::{
-        options::Readiness,
+    backing::{
         shared_free::{SharedFreeList, lowest_place},
         slots::Mapping,
     },
+    base::dependencies::{StreamDeps, is_done, is_done_except},
     stream_cache::{CacheState, StreamCache},
 };
 use aquifer_core::scratch::{Bump, List, list};
@@ -22,28 +21,21 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// The list that a free range is in.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum RangeOwner {
-    /// The cache at this index of [`FreeRanges::caches`].
-    Cache(usize),
-    Shared,
-}
-
 /// A free range.
 pub(super) struct FreeRange {
     pub(super) range: Range,
-    owner: RangeOwner,
+    /// The index in [`FreeRanges::caches`]; `None` for the shared free list.
+    owner: Option<usize>,
     done: bool,
 }
 
-/// Which free ranges a search looks at: those of at least a slot, which hold whole handles, and
-/// what touches them. Shorter ones are as many as the blocks of a program, so they are looked at
-/// only where one is needed.
+/// Which free ranges a search looks at: long ones, and what touches them. Those shorter than a slot,
+/// which hold no whole handle, are as many as the blocks of a program, so they are looked at only
+/// where one is needed.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Reach<'a> {
-    /// Every range, however short.
-    pub(super) all: bool,
+    /// Ranges of at least this many bytes.
+    pub(super) least: u64,
     /// Of each list, also the lowest range with room for each of these blocks: size and alignment.
     pub(super) blocks: &'a [(u64, u64)],
     /// Also what touches unclaimed slots.
@@ -56,7 +48,7 @@ pub(super) struct Reach<'a> {
 pub(super) struct FreeRanges<'s> {
     /// The cache that searches. What only its own stream still uses is ready for it.
     cache: Option<&'static StreamCache>,
-    readiness: Readiness,
+    may_wait: bool,
     caches: List<'s, (&'static StreamCache, Arc<Timeline>)>,
     pub(super) all: List<'s, FreeRange>,
     /// Bytes of live blocks of these caches.
@@ -87,7 +79,7 @@ pub(super) struct MappingCandidate {
 ///
 /// Owning this value is the proof that no list, no block and no other thread can reach the range.
 /// It is no proof that the work on the range is done: [`ReclaimedMapping::is_done`] must be checked
-/// before the value is passed to [`Mapped::unmap_done`]. While it is not done, the handle may only
+/// before the value is passed to [`MappedMemory::unmap_done`]. While it is not done, the handle may only
 /// be mapped a second time, or the value restored.
 pub(super) struct ReclaimedMapping<'s> {
     pub(super) mapping: Mapping,
@@ -118,9 +110,9 @@ fn has_room(range: Range, bytes: u64, align: u64) -> bool {
 }
 
 impl<'s> FreeRanges<'s> {
-    fn new(bump: &'s Bump, cache: Option<&'static StreamCache>, readiness: Readiness) -> Self {
+    fn new(bump: &'s Bump, cache: Option<&'static StreamCache>, may_wait: bool) -> Self {
         let (caches, all) = (List::new_in(bump), List::new_in(bump));
-        Self { cache, readiness, caches, all, live: 0, blocks: 0 }
+        Self { cache, may_wait, caches, all, live: 0, blocks: 0 }
     }
 
     fn is_for(&self, cache: &'static StreamCache) -> bool {
@@ -134,7 +126,7 @@ impl<'s> FreeRanges<'s> {
         donor: &'static StreamCache,
         pick: impl FnOnce(&Heap, &mut dyn FnMut(Extent) -> bool),
     ) {
-        let waits = self.readiness == Readiness::MayWait || self.is_for(donor);
+        let waits = self.may_wait || self.is_for(donor);
         donor.with(|s| {
             let Some(timeline) = s.timeline().cloned() else { return };
             let known = self.caches.iter().position(|(other, _)| std::ptr::eq(*other, donor));
@@ -144,7 +136,7 @@ impl<'s> FreeRanges<'s> {
                 self.caches.push((donor, timeline.clone()));
                 self.caches.len() - 1
             });
-            let owner = RangeOwner::Cache(at);
+            let owner = Some(at);
             pick(&s.heap, &mut |Extent { range, stamp }| {
                 let done = timeline.is_done(stamp);
                 if done || waits {
@@ -163,13 +155,12 @@ impl<'s> FreeRanges<'s> {
         pick: impl FnOnce(&SharedFreeList, &mut dyn FnMut(Range, &StreamDeps) -> bool),
     ) {
         let bump = self.bump();
-        let (own, waits) =
-            (self.cache.map(StreamCache::timeline), self.readiness == Readiness::MayWait);
+        let (own, waits) = (self.cache.map(StreamCache::timeline), self.may_wait);
         // With the dependencies that are still to be judged.
         let mut picked = List::new_in(bump);
         pick(&shared.lock().unwrap_or_else(PoisonError::into_inner), &mut |range, deps| {
             let done = is_done(deps);
-            let free_range = FreeRange { range, owner: RangeOwner::Shared, done };
+            let free_range = FreeRange { range, owner: None, done };
             let ready = done || is_done_except(deps, own.as_ref());
             if ready {
                 picked.push((free_range, StreamDeps::new()));
@@ -218,10 +209,7 @@ impl<'s> FreeRanges<'s> {
     }
 
     pub(super) fn cache_of(&self, free_range: &FreeRange) -> Option<&'static StreamCache> {
-        match free_range.owner {
-            RangeOwner::Cache(at) => Some(self.caches[at].0),
-            RangeOwner::Shared => None,
-        }
+        free_range.owner.map(|at| self.caches[at].0)
     }
 
     /// Returns the ranges that overlap `range`.
@@ -237,20 +225,19 @@ impl<'s> FreeRanges<'s> {
     }
 }
 
-impl Mapped {
+impl MappedMemory {
     /// Returns the free ranges of `donors` and of the shared free list within `reach`: those that
-    /// are done, those that only `cache` itself still uses, and with [`Readiness::MayWait`] all of
-    /// them.
+    /// are done, those that only `cache` itself still uses, and if the search `may_wait` all of them.
     pub(super) fn free_ranges<'s>(
         &self,
         bump: &'s Bump,
         donors: &[&'static StreamCache],
         cache: Option<&'static StreamCache>,
-        readiness: Readiness,
+        may_wait: bool,
         reach: Reach<'_>,
     ) -> FreeRanges<'s> {
-        let least = if reach.all { 1 } else { self.slot };
-        let mut found = FreeRanges::new(bump, cache, readiness);
+        let least = reach.least;
+        let mut found = FreeRanges::new(bump, cache, may_wait);
         for &donor in donors {
             found.read_cache(donor, |heap, add| {
                 let _ = heap.visit_free(least, |extent| {
@@ -284,7 +271,7 @@ impl Mapped {
             }
         });
         found.sort();
-        if !reach.all {
+        if least > 1 {
             self.add_touching(&mut found, donors, reach);
         }
         found
@@ -394,12 +381,12 @@ impl Mapped {
         range: Range,
     ) -> Option<RangePiece> {
         let (from, deps) = match free_range.owner {
-            RangeOwner::Cache(at) => {
+            Some(at) => {
                 let (cache, timeline) = &free_ranges.caches[at];
                 let stamp = cache.with(|s| s.heap.remove(range)).ok()?;
                 (Some(*cache), smallvec![(timeline.clone(), stamp)])
             }
-            RangeOwner::Shared => (None, self.shared_free().take(range)?),
+            None => (None, self.shared_free().take(range)?),
         };
         Some(RangePiece { range, from, deps })
     }
@@ -432,7 +419,7 @@ impl Mapped {
         &self,
         candidate: &MappingCandidate,
         free_ranges: &FreeRanges<'s>,
-        readiness: Readiness,
+        may_wait: bool,
     ) -> Option<ReclaimedMapping<'s>> {
         let whole = self.range(candidate.first, candidate.count);
         let mut pieces = List::new_in(free_ranges.bump());
@@ -451,7 +438,7 @@ impl Mapped {
             return None;
         };
         let reclaimed = ReclaimedMapping { mapping, pieces };
-        if readiness == Readiness::Completed && !reclaimed.is_done() {
+        if !may_wait && !reclaimed.is_done() {
             self.restore_mappings([reclaimed]);
             return None;
         }

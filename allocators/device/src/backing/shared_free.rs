@@ -9,10 +9,7 @@
 //! merged range has the dependencies of both parts.
 
 use super::window::Grid;
-use crate::{
-    base::dependencies::{StreamDeps, merge_deps},
-    sharing_policy::Fit,
-};
+use crate::base::dependencies::{StreamDeps, merge_deps};
 use aquifer_heap::Range;
 
 /// The free ranges by address. None touches the next.
@@ -179,19 +176,19 @@ impl SharedFreeList {
         })
     }
 
-    /// Returns the best place for a block among the ranges that are `ready`, by `fit`.
+    /// Returns the lowest place for a block among the ranges that are `ready`, or with a grid the
+    /// place that pins the fewest of its wholly free slots.
     pub(crate) fn find(
         &self,
         bytes: u64,
         align: u64,
-        fit: Fit,
-        grid: Grid,
+        pins_fewest: Option<Grid>,
         ready: impl Fn(&StreamDeps) -> bool,
     ) -> Option<Range> {
         let mut places = self.places(bytes, align, ready);
-        let (_, range) = match fit {
-            Fit::Lowest => places.next(),
-            Fit::FewestPinned => places.min_by_key(|(span, range)| grid.pins(*span, *range)),
+        let (_, range) = match pins_fewest {
+            None => places.next(),
+            Some(grid) => places.min_by_key(|(span, range)| grid.pins(*span, *range)),
         }?;
         Some(range)
     }
@@ -324,15 +321,9 @@ mod tests {
             shared_free.add(Range { start, len }, deps(&all[stream]));
         }
         let ready = |deps: &StreamDeps| deps.iter().all(|(t, _)| Arc::ptr_eq(t, all[0].timeline()));
-        assert_eq!(
-            shared_free.find(64, 64, Fit::Lowest, GRID, ready),
-            Some(Range { start: 384, len: 64 })
-        );
-        assert_eq!(
-            shared_free.find(64, 64, Fit::Lowest, GRID, |_| true),
-            Some(Range { start: 64, len: 64 })
-        );
-        assert_eq!(shared_free.find(67, 1, Fit::Lowest, GRID, ready), None);
+        assert_eq!(shared_free.find(64, 64, None, ready), Some(Range { start: 384, len: 64 }));
+        assert_eq!(shared_free.find(64, 64, None, |_| true), Some(Range { start: 64, len: 64 }));
+        assert_eq!(shared_free.find(67, 1, None, ready), None);
     }
 
     #[test]
@@ -344,10 +335,10 @@ mod tests {
             shared_free.add(Range { start, len }, StreamDeps::new());
         }
         let place =
-            |bytes, fit| shared_free.find(bytes, 1, fit, GRID, |_| true).map(|range| range.start);
-        assert_eq!((place(60, Fit::Lowest), place(60, Fit::FewestPinned)), (Some(100), Some(440)));
+            |bytes, grid| shared_free.find(bytes, 1, grid, |_| true).map(|range| range.start);
+        assert_eq!((place(60, None), place(60, Some(GRID))), (Some(100), Some(440)));
         // A block that fits in no part of a slot pins what it must.
-        assert_eq!(place(90, Fit::FewestPinned), Some(100));
+        assert_eq!(place(90, Some(GRID)), Some(100));
     }
 
     #[test]
@@ -378,9 +369,7 @@ mod tests {
             );
             assert_eq!(shared_free.bytes(), model.values().sum());
             for bytes in [1, 7, 10, 11] {
-                let found = shared_free
-                    .find(bytes, 1, Fit::Lowest, GRID, |_| true)
-                    .map(|range| range.start);
+                let found = shared_free.find(bytes, 1, None, |_| true).map(|range| range.start);
                 let lowest = model.iter().find(|&(_, len)| *len >= bytes).map(|(start, _)| *start);
                 assert_eq!(found, lowest, "{bytes}");
             }

@@ -14,7 +14,7 @@
 //! The number of missing slots changes only where the window's start or end crosses a border. So it
 //! is enough to try the windows that start or end at one.
 
-use crate::{base::merged::merged, sharing_policy::Fit};
+use crate::base::merged::merged;
 use aquifer_core::scratch::{Bump, List, list};
 use aquifer_heap::Range;
 
@@ -79,8 +79,9 @@ impl Grid {
     }
 }
 
-/// Returns the window of `bytes` at `align` that needs the fewest slots, and of several the best by
-/// `fit`. `backed` are free ranges and `bare` the runs of unclaimed slots, each by address.
+/// Returns the window of `bytes` at `align` that needs the fewest slots. Of several it is the one
+/// that pins the fewest wholly free slots if `pins_fewest`, and of those the lowest. `backed` are
+/// free ranges and `bare` the runs of unclaimed slots, each by address.
 pub(crate) fn best<'s>(
     bump: &'s Bump,
     backed: impl Iterator<Item = Range>,
@@ -88,7 +89,7 @@ pub(crate) fn best<'s>(
     grid: Grid,
     bytes: u64,
     align: u64,
-    fit: Fit,
+    pins_fewest: bool,
 ) -> Option<Window<'s>> {
     let Grid { base, slot } = grid;
     let backed = backed.map(|r| WindowPiece { start: r.start, end: r.start + r.len, backed: true });
@@ -104,7 +105,7 @@ pub(crate) fn best<'s>(
         while to < pieces.len() && pieces[to].start == pieces[to - 1].end {
             to += 1;
         }
-        best_in_run(&pieces[from..to], grid, bytes, align, fit, &mut before, &mut best);
+        best_in_run(&pieces[from..to], grid, bytes, align, pins_fewest, &mut before, &mut best);
         from = to;
     }
     let (_, _, start) = best?;
@@ -112,7 +113,7 @@ pub(crate) fn best<'s>(
     Some(Window { block: Range { start, len: bytes }, missing })
 }
 
-/// The order of windows: missing slots, then pinned slots where `fit` counts them, then the start.
+/// The order of windows: missing slots, then pinned slots where they count, then the start.
 type Rank = (u64, u64, u64);
 
 /// Compares the windows of one run of adjacent pieces with the best so far. `bare_before` is a
@@ -122,7 +123,7 @@ fn best_in_run(
     grid: Grid,
     bytes: u64,
     align: u64,
-    fit: Fit,
+    pins_fewest: bool,
     bare_before: &mut List<'_, u64>,
     best: &mut Option<Rank>,
 ) {
@@ -158,13 +159,8 @@ fn best_in_run(
             return;
         }
         let need = slots_below(end, true) - slots_below(start, false);
-        let pinned = match fit {
-            Fit::Lowest => 0,
-            Fit::FewestPinned => {
-                let free = Range { start: first.start, len: last.end - first.start };
-                grid.pins(free, Range { start, len: bytes })
-            }
-        };
+        let free = Range { start: first.start, len: last.end - first.start };
+        let pinned = if pins_fewest { grid.pins(free, Range { start, len: bytes }) } else { 0 };
         let key = (need, pinned, start);
         if best.is_none_or(|best| key < best) {
             *best = Some(key);
@@ -207,16 +203,8 @@ mod tests {
     ) -> Option<(u64, Vec<(u64, u64)>)> {
         let backed = backed.iter().map(|&(start, len)| Range { start, len });
         let bump = Bump::new();
-        best(
-            &bump,
-            backed,
-            bare.iter().copied(),
-            Grid { base: 0, slot: SLOT },
-            bytes,
-            1,
-            Fit::Lowest,
-        )
-        .map(|w| (w.block.start, w.missing.to_vec()))
+        best(&bump, backed, bare.iter().copied(), Grid { base: 0, slot: SLOT }, bytes, 1, false)
+            .map(|w| (w.block.start, w.missing.to_vec()))
     }
 
     #[test]
@@ -247,13 +235,13 @@ mod tests {
     fn tight_fit_breaks_ties_by_pinned_handles() {
         // At 0 two whole slots, free and backed; at 550 and 650 parts of slots that are in use.
         let backed = [(0, 200), (550, 110)].map(|(start, len)| Range { start, len });
-        let at = |fit| {
+        let at = |pins_fewest| {
             let grid = Grid { base: 0, slot: SLOT };
             let bump = Bump::new();
-            best(&bump, backed.into_iter(), [].into_iter(), grid, 100, 1, fit)
+            best(&bump, backed.into_iter(), [].into_iter(), grid, 100, 1, pins_fewest)
                 .map(|window| window.block.start)
         };
-        assert_eq!((at(Fit::Lowest), at(Fit::FewestPinned)), (Some(0), Some(550)));
+        assert_eq!((at(false), at(true)), (Some(0), Some(550)));
     }
 
     #[test]

@@ -1,18 +1,16 @@
-//! The handles for a mapping plan: spare ones, new ones of the driver, those under free memory, and
-//! those made from other handles.
+//! The handles for a claimed window: spare ones, new ones of the driver, those under free memory,
+//! and those made from other handles; and their mapping.
+#![expect(unsafe_code, reason = "maps and unmaps")]
 
 use super::{
-    Mapped,
-    claim::Claim,
+    MappedMemory,
     free_ranges::{Reach, ReclaimedMapping},
+    place::Claim,
+    search::{PlaceOutcome, Supply},
 };
-use crate::{
-    physical::{
-        handle::{Funds, Handle, HandleError},
-        options::{PlaceOptions, PlaceOutcome, Readiness},
-        slots::Mapping,
-    },
-    stream_cache::StreamCache,
+use crate::backing::{
+    handle::{Funds, Handle, HandleError},
+    slots::{Mapping, runs},
 };
 use aquifer_core::{
     Charge, MemoryError, Result,
@@ -189,30 +187,30 @@ impl<'s> MappingPlan<'s> {
     }
 }
 
-impl Mapped {
+impl MappedMemory {
     /// Collects handles for the missing slots of the claim in `plan`. Returns whether
     /// there were enough.
     pub(super) fn gather_handles(
         &self,
-        donors: &[&'static StreamCache],
         claim: &Claim<'_>,
-        options: PlaceOptions,
+        supply: &Supply<'_>,
         plan: &mut MappingPlan<'_>,
-        outcome: &mut PlaceOutcome<'_>,
+        outcome: &mut PlaceOutcome,
     ) -> Result<bool> {
+        let options = supply.options;
         let need = (claim.window.need() - claim.overhang) * self.slot;
         if need == 0 {
             return Ok(true);
         }
         plan.unmapped.extend(self.slots().spare.drain(..).map(UnmappedHandle::from));
-        let funds = Funds { budget: &self.budget, reserved: outcome.reserved };
-        let growth = outcome.max_growth.unwrap_or(u64::MAX);
+        let funds = Funds { budget: &self.budget, reserved: supply.reserved };
+        let growth = supply.max_growth;
         let mut room = if options.grow { funds.remaining().min(growth) } else { 0 };
         let mut grows = options.grow;
         if options.moves_first && options.move_handles {
             // Takes as much as there is. Only what is still missing then is new.
             let short = need.saturating_sub(plan.bytes());
-            self.reclaim_mappings(donors, claim, short, options.readiness, plan, outcome)?;
+            self.reclaim_mappings(claim, supply, short, plan, outcome)?;
         }
         loop {
             let short = need.saturating_sub(plan.bytes() + room);
@@ -224,8 +222,7 @@ impl Mapped {
                 if !options.move_handles {
                     return Ok(false);
                 }
-                let readiness = options.readiness;
-                self.reclaim_mappings(donors, claim, short, readiness, plan, outcome)?;
+                self.reclaim_mappings(claim, supply, short, plan, outcome)?;
                 if plan.bytes() + room < need {
                     return Ok(false);
                 }
@@ -234,7 +231,7 @@ impl Mapped {
             // All or nothing: if two threads compete for the last bytes, neither is left with a
             // part of them. A reservation may cover only some of the handles, so it is drawn from
             // for each.
-            if grows && missing > 0 && outcome.reserved.is_none() {
+            if grows && missing > 0 && supply.reserved.is_none() {
                 match self.budget.charge(missing) {
                     Ok(charge) => {
                         plan.deposit(charge);
@@ -247,7 +244,8 @@ impl Mapped {
                     }
                 }
             }
-            match self.plan_mappings(claim, plan, if grows { Some(funds) } else { None }, outcome) {
+            let new = grows.then_some((funds, growth));
+            match self.plan_mappings(claim, plan, new, outcome) {
                 Ok(()) => return Ok(true),
                 Err(Some(refused)) if refused.is_out_of_memory() => outcome.refused = Some(refused),
                 Err(Some(refused)) => return Err(refused.into_error(self.device)),
@@ -263,13 +261,14 @@ impl Mapped {
     }
 
     /// Plans a handle for every missing slot: an unmapped one unless it is too small, otherwise
-    /// a new one as large as the claim allows. Returns `Err(None)` if no unmapped handle fits.
+    /// a new one as large as the claim allows, if there are funds for new ones, up to some bytes.
+    /// Returns `Err(None)` if no unmapped handle fits.
     fn plan_mappings(
         &self,
         claim: &Claim<'_>,
         plan: &mut MappingPlan<'_>,
-        funds: Option<Funds<'_>>,
-        outcome: &mut PlaceOutcome<'_>,
+        new: Option<(Funds<'_>, u64)>,
+        outcome: &mut PlaceOutcome,
     ) -> Result<(), Option<HandleError>> {
         for &(mut first, mut left) in &claim.window.missing {
             while left > claim.overhang {
@@ -277,7 +276,7 @@ impl Mapped {
                 let unmapped = match plan.largest_within(left * self.slot) {
                     Some(at) => plan.unmapped.swap_remove(at),
                     None => loop {
-                        match self.create_handle(wanted, plan, funds, outcome) {
+                        match self.create_handle(wanted, plan, new, outcome) {
                             Ok(handle) => break UnmappedHandle { handle, new: true, busy: false },
                             // The plan may still suffice in smaller parts, or as it is.
                             Err(refused) if refused.is_none_or(|r| r.is_out_of_memory()) => {
@@ -308,8 +307,8 @@ impl Mapped {
         &self,
         slots: u64,
         plan: &mut MappingPlan<'_>,
-        funds: Option<Funds<'_>>,
-        outcome: &mut PlaceOutcome<'_>,
+        new: Option<(Funds<'_>, u64)>,
+        outcome: &mut PlaceOutcome,
     ) -> Result<Arc<Handle>, Option<HandleError>> {
         let bytes = slots * self.slot;
         let mut refused = None;
@@ -320,9 +319,8 @@ impl Mapped {
             paid = plan.draw(bytes);
         }
         if paid.is_none() {
-            let left =
-                outcome.max_growth.map_or(u64::MAX, |most| most.saturating_sub(outcome.grown));
-            match funds.filter(|_| bytes <= left).map(|funds| funds.charge(bytes)) {
+            let new = new.filter(|(_, most)| bytes <= most.saturating_sub(outcome.grown));
+            match new.map(|(funds, _)| funds.charge(bytes)) {
                 Some(Ok(charge)) => {
                     drawn = false;
                     paid = Some((charge, bytes));
@@ -358,15 +356,15 @@ impl Mapped {
     /// The loss of the device.
     fn reclaim_mappings(
         &self,
-        donors: &[&'static StreamCache],
         claim: &Claim<'_>,
+        supply: &Supply<'_>,
         bytes: u64,
-        readiness: Readiness,
         plan: &mut MappingPlan<'_>,
-        outcome: &mut PlaceOutcome<'_>,
+        outcome: &mut PlaceOutcome,
     ) -> Result<()> {
-        let reach = Reach::default();
-        let free_ranges = self.free_ranges(plan.bump(), donors, None, readiness, reach);
+        let may_wait = supply.options.may_wait;
+        let reach = Reach { least: self.slot, ..Reach::default() };
+        let free_ranges = self.free_ranges(plan.bump(), supply.donors, None, may_wait, reach);
         let mut candidates = self.candidates(&free_ranges);
         let longest = claim.window.missing.iter().map(|&(_, count)| count).max().unwrap_or(0);
         // A busy handle cannot be released, so it must fit.
@@ -379,7 +377,7 @@ impl Mapped {
             while got + taken < bytes
                 && let Some(candidate) = candidates.next()
             {
-                let Some(reclaimed) = self.reclaim_mapping(candidate, &free_ranges, readiness)
+                let Some(reclaimed) = self.reclaim_mapping(candidate, &free_ranges, may_wait)
                 else {
                     continue;
                 };
@@ -436,5 +434,51 @@ impl Mapped {
             .map(|unmapped| unmapped.handle);
         self.slots().spare.extend(spare);
         drop(plan.unspent.take());
+    }
+
+    /// Maps the planned handles and grants access to the device and its peers. If that fails, no
+    /// new mapping remains and the plan is complete, except for mappings that the driver refused
+    /// to remove, which are in `stuck`.
+    pub(super) fn map_all(&self, plan: &mut MappingPlan<'_>) -> Result<()> {
+        let mut mapped = 0;
+        let outcome = self.map_planned(plan, &mut mapped);
+        if outcome.is_err() {
+            for planned in &plan.planned[..mapped] {
+                let (address, bytes) = (self.address(planned.first), planned.count * self.slot);
+                // SAFETY: 1. mapped above, and not handed out.
+                if unsafe { self.driver.unmap(self.device, address, bytes) }.is_err() {
+                    plan.stuck.push(planned.mapping());
+                }
+            }
+            let stuck = &plan.stuck;
+            plan.planned
+                .retain(|planned| stuck.iter().all(|mapping| mapping.first != planned.first));
+            return outcome;
+        }
+        let mut slots = self.slots();
+        for planned in plan.planned.drain(..) {
+            slots.map(planned.mapping());
+        }
+        Ok(())
+    }
+
+    fn map_planned(&self, plan: &MappingPlan<'_>, mapped: &mut usize) -> Result<()> {
+        for planned in &plan.planned {
+            let mapping = planned.mapping();
+            let (address, bytes) = (self.address(planned.first), planned.count * self.slot);
+            // SAFETY: 1. this attempt has claimed the slots: nothing is mapped there, and no other
+            // code uses them.
+            let done = unsafe { self.driver.map(address, bytes, mapping.handle.raw()) };
+            done.map_err(|e| self.driver_error(e))?;
+            *mapped += 1;
+        }
+        for (first, count) in
+            runs(plan.planned.iter().map(|planned| (planned.first, planned.count)))
+        {
+            self.driver
+                .set_access(self.address(first), count * self.slot, &self.accessors)
+                .map_err(|e| self.driver_error(e))?;
+        }
+        Ok(())
     }
 }

@@ -18,14 +18,37 @@
 //! [`Adoption::Never`]: crate::Adoption::Never
 //! [`Adoption::Wait`]: crate::Adoption::Wait
 
-use crate::{
-    physical::options::{PlaceOptions, Readiness},
-    sharing_policy::Granularity,
-};
+/// What a search for a place may use and do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct PlaceOptions {
+    /// Whether memory that is still in use may be taken: the receiving stream waits for it on the
+    /// device. Otherwise only memory whose last work the host has seen done.
+    pub(crate) may_wait: bool,
+    /// Whether memory of other caches and of the shared free list is taken in whole slots, so that
+    /// caches stay separate. A slot is the smallest handle, usually 2 MiB. Otherwise pieces may
+    /// have any length, down to the heap's unit of 512 bytes. What the stream's own cache has is
+    /// used in pieces of any length.
+    pub(crate) whole_slots: bool,
+    /// Whether new memory may be taken from the driver.
+    pub(crate) grow: bool,
+    /// Whether handles may be taken from under free memory elsewhere.
+    pub(crate) move_handles: bool,
+    /// Whether all such handles are taken before new memory. Otherwise they are taken only where
+    /// new memory is refused, or would exceed the bound.
+    pub(crate) moves_first: bool,
+    /// Whether new memory is limited to [what the bound has left].
+    ///
+    /// [what the bound has left]: super::SharingPolicy::growth_before_moves
+    pub(crate) bounded: bool,
+    /// Whether the block goes to unclaimed addresses, whatever is free elsewhere. Where handles may
+    /// move, the last one may be longer than the block needs: one that is still in use cannot be
+    /// replaced by a shorter one.
+    pub(crate) apart: bool,
+}
 
 /// A step of the slow path.
-#[derive(Clone, Copy)]
-pub(super) enum Step {
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Step {
     /// Search all caches that share.
     FromAll(PlaceOptions),
     /// Search the stream's own cache only.
@@ -34,44 +57,37 @@ pub(super) enum Step {
     Wait,
 }
 
-const fn options(
-    readiness: Readiness,
-    granularity: Granularity,
-    grow: bool,
-    move_handles: bool,
-) -> PlaceOptions {
-    PlaceOptions {
-        readiness,
-        granularity,
-        grow,
-        move_handles,
-        moves_first: false,
-        bounded: false,
-        apart: false,
-    }
-}
+/// No new memory, no moves and no waits: only whole slots that are free.
+const NOTHING_ELSE: PlaceOptions = PlaceOptions {
+    may_wait: false,
+    whole_slots: true,
+    grow: false,
+    move_handles: false,
+    moves_first: false,
+    bounded: false,
+    apart: false,
+};
 
 /// Whole slots in any cache that are free, and whose work is done.
-const ADOPT: PlaceOptions = options(Readiness::Completed, Granularity::Slots, false, false);
+const ADOPT: PlaceOptions = NOTHING_ELSE;
 
-/// As [`ADOPT`], in pieces of any length: see [`Granularity::Units`].
-const ADOPT_UNITS: PlaceOptions = options(Readiness::Completed, Granularity::Units, false, false);
+/// As [`ADOPT`], in pieces of any length.
+const ADOPT_UNITS: PlaceOptions = PlaceOptions { whole_slots: false, ..ADOPT };
 
 /// As [`ADOPT_UNITS`], and memory still in use: the stream waits for it on the device.
-const ADOPT_IN_USE: PlaceOptions = options(Readiness::MayWait, Granularity::Units, false, false);
+const ADOPT_IN_USE: PlaceOptions = PlaceOptions { may_wait: true, ..ADOPT_UNITS };
 
 /// New memory where it is missing.
-pub(super) const GROW: PlaceOptions =
-    options(Readiness::Completed, Granularity::Slots, true, false);
+pub(crate) const GROW: PlaceOptions = PlaceOptions { grow: true, ..ADOPT };
 
 /// As [`GROW`], next to free pieces of any length.
-const GROW_UNITS: PlaceOptions = options(Readiness::Completed, Granularity::Units, true, false);
+const GROW_UNITS: PlaceOptions = PlaceOptions { grow: true, ..ADOPT_UNITS };
 
 /// New memory, and handles where new memory is refused.
-const GROW_AND_MOVE: PlaceOptions = options(Readiness::Completed, Granularity::Units, true, true);
+const GROW_AND_MOVE: PlaceOptions = PlaceOptions { move_handles: true, ..GROW_UNITS };
 
 /// As [`GROW_AND_MOVE`], also with memory that is still in use.
-const ALL: PlaceOptions = options(Readiness::MayWait, Granularity::Units, true, true);
+const ALL: PlaceOptions = PlaceOptions { may_wait: true, ..GROW_AND_MOVE };
 
 /// Handles, and new memory for the rest.
 const MOVE_AND_GROW: PlaceOptions = PlaceOptions { moves_first: true, ..GROW_AND_MOVE };
@@ -88,7 +104,7 @@ const ALL_IN_BOUND: PlaceOptions = PlaceOptions { bounded: true, ..ALL };
 /// memory next to such slots; free pieces of any length; new memory next to those, and handles from
 /// under free memory where new memory is refused; pending frees that their streams wait for on the
 /// device; everything, also from memory that is still in use.
-pub(super) const GROW_FIRST: &[Step] = &[
+pub(crate) const GROW_FIRST: &[Step] = &[
     Step::FromOwn(GROW),
     Step::FromAll(ADOPT),
     Step::FromAll(GROW),
@@ -105,7 +121,7 @@ pub(super) const GROW_FIRST: &[Step] = &[
 /// free pieces that are still in use; new memory, next to whole free slots; new memory next to free
 /// pieces, and handles from under free memory where new memory is refused; everything, also from
 /// memory that is still in use.
-pub(super) const REUSE_FIRST: &[Step] = &[
+pub(crate) const REUSE_FIRST: &[Step] = &[
     Step::FromAll(ADOPT_UNITS),
     Step::Wait,
     Step::FromAll(ADOPT_IN_USE),
@@ -115,8 +131,7 @@ pub(super) const REUSE_FIRST: &[Step] = &[
 ];
 
 /// Handles, also from under memory that is still in use, at addresses of their own.
-const MOVE_APART: PlaceOptions =
-    PlaceOptions { apart: true, ..options(Readiness::MayWait, Granularity::Units, false, true) };
+const MOVE_APART: PlaceOptions = PlaceOptions { move_handles: true, apart: true, ..ADOPT_IN_USE };
 
 /// Where most memory is idle, or new memory would exceed the bound of what is held: handles move as
 /// well.
@@ -126,7 +141,7 @@ const MOVE_APART: PlaceOptions =
 /// that are still in use; handles, also from under memory that is still in use, after new memory up
 /// to the bound; such handles alone, at addresses of their own. If these are not enough, memory
 /// grows beyond the bound: all such handles, and new memory for the rest; the same without waits.
-pub(super) const COMPACT_FIRST: &[Step] = &[
+pub(crate) const COMPACT_FIRST: &[Step] = &[
     Step::FromAll(ADOPT),
     Step::FromAll(ADOPT_UNITS),
     Step::Wait,
@@ -143,7 +158,7 @@ pub(super) const COMPACT_FIRST: &[Step] = &[
 /// The order: new memory; pending frees that their streams wait for on the device; free pieces that
 /// are still in use; everything, in the place that needs the fewest handles, also from memory that
 /// is still in use; the same without waits.
-pub(super) const SHARED_ONLY: &[Step] = &[
+pub(crate) const SHARED_ONLY: &[Step] = &[
     Step::FromAll(GROW_UNITS),
     Step::Wait,
     Step::FromAll(ADOPT_IN_USE),
