@@ -23,7 +23,7 @@ use crate::{
     Block, PoolConfig, Request,
     backing::handle::Funds,
     base::released::Released,
-    pool_core::{PoolCore, PoolHook, counters::count},
+    pool_core::{PoolCore, PoolHook, count},
 };
 use aquifer_core::{
     Action, MemoryError, PoolStats, Result, Tag, budget::Holding, event::BlockKind,

@@ -5,12 +5,9 @@
 //! - Full path: `DevicePool::alloc_full`, `PoolCore::allocate`, `PoolCore::try_cache`, and if the
 //!   cache has no room, `PoolCore::allocate_slow`, the slow path.
 
-mod allocate;
 mod give_way;
 mod raw;
 mod source;
-mod stats;
-mod warm;
 
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
@@ -28,8 +25,8 @@ use crate::{
     stream_cache::{CacheHost, close::sweep_released},
 };
 use aquifer_core::{
-    Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result,
-    budget::Reclaim,
+    Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result, Tag,
+    budget::{Holding, Reclaim},
 };
 use aquifer_driver::{DeviceInfo, Driver, site};
 use aquifer_stream::{Stream, StreamPool};
@@ -461,6 +458,103 @@ impl DevicePool {
         };
         self.core().publish();
         released
+    }
+
+    /// Takes memory from the driver and maps it (`cuMemCreate`, `cuMemMap`, `cuMemSetAccess`) until
+    /// the caches hold `bytes`, rounded up to handles. The first stream that needs it gets it.
+    /// Returns the bytes taken. Blocks only for the driver's own time.
+    ///
+    /// From now on neither a trim nor the [release threshold](crate::PoolConfig::release_threshold)
+    /// releases memory below `bytes` in the caches, in use or idle. This replaces an earlier value,
+    /// and 0 removes the reserve. Only these may take it: a request of this pool, for a block or
+    /// for stable or reserved memory, for which no other room can be made; another pool under the
+    /// same budget; and closing the pool. It is not refilled automatically.
+    ///
+    /// ```
+    /// use aquifer::{DeviceId, DevicePool, PoolConfig, Request, driver::Call, sim::Sim};
+    /// let sim = Sim::h200(1);
+    /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
+    /// pool.warm(1 << 30)?;
+    /// let made = sim.driver().calls().get(Call::HandleCreate);
+    /// let block = pool.alloc(&pool.stream()?, Request::bytes(1 << 30))?;
+    /// assert_eq!(sim.driver().calls().get(Call::HandleCreate), made);
+    /// drop(block);
+    /// pool.trim(0)?;
+    /// assert_eq!(pool.stats().physical, 1 << 30);
+    /// # Ok::<(), aquifer::MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`MemoryError::Unsupported`] on devices without virtual memory mapping, and in bypass mode;
+    /// [`MemoryError::OutOfMemory`]; the driver's. In each case the pool holds as much as before,
+    /// and the reserve is unchanged.
+    #[track_caller]
+    pub fn warm(&self, bytes: u64) -> Result<u64> {
+        let _site = site::enter();
+        let taken = self.core().warm(bytes);
+        self.core().publish();
+        taken
+    }
+
+    /// Returns the bytes held from the driver now, as [`PoolStats::physical`], without a walk over
+    /// the caches.
+    #[inline]
+    #[must_use]
+    pub fn physical(&self) -> u64 {
+        match &self.handle.alloc_path {
+            None => self.core().held(),
+            Some(AllocPath::Direct(direct)) => self.core().held() + direct.stats().physical,
+            Some(AllocPath::Checked(checked)) => self.core().held() + checked.source().physical(),
+        }
+    }
+
+    /// Returns the bytes that live blocks of this tag hold in this pool. Walks all caches. Never
+    /// waits for the driver.
+    #[must_use]
+    pub fn held_by(&self, tag: Tag) -> u64 {
+        let core = self.core();
+        let of = |holding: &Holding| if holding.tag == tag { holding.bytes } else { 0 };
+        let pass = core.scratch.begin();
+        let cached: u64 = core
+            .caches(&pass)
+            .iter()
+            .map(|cache| cache.with(|s| s.holdings().map(|h| of(&h)).sum::<u64>()))
+            .sum();
+        let direct = self.bypass_source().map_or(0, |direct| direct.held_by(tag));
+        cached + direct + core.holdings_beside_caches().iter().map(of).sum::<u64>()
+    }
+
+    /// Returns the pool's statistics.
+    #[must_use]
+    pub fn stats(&self) -> PoolStats {
+        let stats = match &self.handle.alloc_path {
+            None => self.core().stats(),
+            Some(AllocPath::Direct(direct)) => self.core().stats_with(direct.stats()),
+            Some(AllocPath::Checked(checked)) => checked.stats(),
+        };
+        self.core().publish();
+        stats
+    }
+
+    /// Sets the peaks of [`DevicePool::stats`] to what is held now. Never waits for the driver.
+    ///
+    /// ```
+    /// use aquifer::{DeviceId, DevicePool, PoolConfig, Request, sim::Sim};
+    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+    /// drop(pool.alloc(&pool.stream()?, Request::bytes(4096))?);
+    /// assert_eq!(pool.stats().peak_requested, 4096);
+    /// pool.reset_peaks();
+    /// assert_eq!(pool.stats().peak_requested, 0);
+    /// # Ok::<(), aquifer::MemoryError>(())
+    /// ```
+    pub fn reset_peaks(&self) {
+        let core = self.core();
+        core.peaks.reset();
+        core.memory.held().reset_peak_of_pool();
+        if let Some(direct) = self.bypass_source() {
+            direct.reset_peaks();
+        }
+        core.publish();
     }
 
     /// Returns the budget that physical memory is charged to.

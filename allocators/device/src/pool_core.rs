@@ -3,13 +3,11 @@
 //! Features, such as memory of graphs, stand above the core. What they have to do within the core's
 //! slow paths they register as a [`PoolHook`].
 
+mod allocate;
 pub(crate) mod caches;
-pub(crate) mod counters;
 mod events;
 pub(crate) mod fences;
 mod give_back;
-mod host;
-mod publish;
 mod stats;
 
 use crate::{
@@ -37,7 +35,6 @@ use aquifer_core::{
 };
 use aquifer_driver::{DeviceInfo, Driver};
 use aquifer_stream::{Stream, StreamPool, Timeline};
-use counters::Counters;
 use std::{
     any::Any,
     fmt, iter,
@@ -102,6 +99,40 @@ pub(crate) struct PoolCore {
     pub(crate) listing: OnceLock<Arc<LiveBlockList>>,
     /// The pool's registration as a reclaimer.
     pub(crate) registration: OnceLock<HookRegistration>,
+}
+
+/// Counters of the slow path.
+#[derive(Default, Debug)]
+pub(crate) struct Counters {
+    pub(crate) reaped: AtomicU64,
+    pub(crate) failures: AtomicU64,
+    pub(crate) growths: AtomicU64,
+    pub(crate) moves: AtomicU64,
+    pub(crate) adoptions: AtomicU64,
+    pub(crate) fences: AtomicU64,
+    pub(crate) stream_waits: AtomicU64,
+    pub(crate) host_waits: AtomicU64,
+}
+
+impl Counters {
+    pub(crate) fn add_to(&self, stats: &mut PoolStats) {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        stats.reaped += read(&self.reaped);
+        stats.failures += read(&self.failures);
+        stats.growths += read(&self.growths);
+        stats.moves += read(&self.moves);
+        stats.adoptions += read(&self.adoptions);
+        stats.fences += read(&self.fences);
+        stats.stream_waits += read(&self.stream_waits);
+        stats.host_waits += read(&self.host_waits);
+    }
+}
+
+/// Adds to a counter.
+pub(crate) fn count(counter: &AtomicU64, by: u64) {
+    if by > 0 {
+        counter.fetch_add(by, Ordering::Relaxed);
+    }
 }
 
 /// What a feature does within the slow paths of a pool's core.

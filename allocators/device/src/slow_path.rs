@@ -39,7 +39,7 @@ use crate::{
         waits::{begin_request, deadline},
     },
     mapped_memory::search::{PlaceOutcome, Supply},
-    pool_core::{PoolCore, counters::count, fences::FenceScope},
+    pool_core::{PoolCore, count, fences::FenceScope},
     reclaim::Reclaimers,
     sharing_policy::steps::{GROW, PlaceOptions, Step},
     stream_cache::{BlockToken, StreamCache},

@@ -2,18 +2,15 @@
 //! Memory that is mapped ahead of need gets a window of its own.
 
 use super::{
-    HEAP, MappedMemory, MoveGuard,
+    HEAP, MappedMemory,
     free_ranges::{FreeRanges, RangePiece, Reach},
     intersection,
     plan::MappingPlan,
-    search::{PlaceOutcome, Supply},
+    search::{Claim, PlaceOutcome, Supply},
 };
 use crate::{
     Request,
-    backing::{
-        slots::Mapping,
-        window::{self, Window},
-    },
+    backing::{slots::Mapping, window},
     base::{
         dependencies::{StreamDeps, is_done_except},
         policy_params::policy,
@@ -29,18 +26,6 @@ const MOST_UNMAPS: usize = 64;
 
 /// Only new memory.
 const NEW: PlaceOptions = PlaceOptions { apart: true, ..GROW };
-
-/// A window whose slots are claimed and whose backed parts are taken out of their caches.
-pub(super) struct Claim<'a> {
-    pub(super) window: Window<'a>,
-    pub(super) pieces: List<'a, RangePiece>,
-    /// The maximum number of slots that one handle may cover.
-    pub(super) largest: u64,
-    /// The slots at the end of the window that need no handle.
-    pub(super) overhang: u64,
-    /// Lasts from before anything is taken until all of it is in some list again.
-    pub(super) _move: MoveGuard<'a>,
-}
 
 /// Another thread has changed a cache since it was read: the search retries with new free ranges.
 struct Raced;

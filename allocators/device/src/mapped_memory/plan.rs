@@ -5,8 +5,7 @@
 use super::{
     MappedMemory,
     free_ranges::{Reach, ReclaimedMapping},
-    place::Claim,
-    search::{PlaceOutcome, Supply},
+    search::{Claim, PlaceOutcome, Supply},
 };
 use crate::backing::{
     handle::{Funds, Handle, HandleError},

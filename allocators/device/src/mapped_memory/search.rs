@@ -1,11 +1,15 @@
-//! What a search for a place may use, and what it did.
+//! What a search for a place may use, the window that it claims, and what it did.
 
+use super::{MoveGuard, free_ranges::RangePiece};
 use crate::{
-    backing::handle::{Handle, HandleError},
+    backing::{
+        handle::{Handle, HandleError},
+        window::Window,
+    },
     sharing_policy::steps::PlaceOptions,
     stream_cache::StreamCache,
 };
-use aquifer_core::{DriverError, Reservation};
+use aquifer_core::{DriverError, Reservation, scratch::List};
 use std::sync::Mutex;
 
 /// The memory that a search may use.
@@ -18,6 +22,18 @@ pub(crate) struct Supply<'a> {
     pub(crate) reserved: Option<&'a Mutex<Reservation>>,
     /// The most bytes that may be taken from the driver.
     pub(crate) max_growth: u64,
+}
+
+/// A window whose slots are claimed and whose backed parts are taken out of their caches.
+pub(super) struct Claim<'a> {
+    pub(super) window: Window<'a>,
+    pub(super) pieces: List<'a, RangePiece>,
+    /// The maximum number of slots that one handle may cover.
+    pub(super) largest: u64,
+    /// The slots at the end of the window that need no handle.
+    pub(super) overhang: u64,
+    /// Lasts from before anything is taken until all of it is in some list again.
+    pub(super) _move: MoveGuard<'a>,
 }
 
 /// What a search has done.

@@ -18,7 +18,7 @@ use crate::{
     block::DriverBlock,
     dedicated::{DedicatedPool, Span},
     peaks::{PeakPart, PoolPeaks},
-    pool_core::{PoolCore, counters::count},
+    pool_core::{PoolCore, count},
 };
 use aquifer_core::{Action, PoolStats, Tag, budget::Holding, event::BlockKind};
 use aquifer_driver::Ownership;

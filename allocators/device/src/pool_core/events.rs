@@ -1,82 +1,14 @@
-//! Blocks of the caches, and the events that are reported of them.
+//! The events that are recorded of a pool.
 
 use super::PoolCore;
-use crate::{
-    Block, Request,
-    base::{driver::notify_observer, extent::BlockExtent},
-    stream_cache::{BlockToken, StreamCache},
-};
 use aquifer_core::{
     Action, Budget, OutOfBudget, Recorder, Tag,
     event::{self, BlockKind, EventTicket},
 };
-use aquifer_driver::{
-    DeviceRange, MemoryInfo, Ownership, Relaxed,
-    site::{self, Entered},
-};
+use aquifer_driver::{MemoryInfo, Relaxed};
 use aquifer_status::tightest_limit;
-use std::sync::atomic::Ordering;
 
 impl PoolCore {
-    /// Allocates from a stream's cache, and reports the block to the recorder and the observer.
-    /// Returns `None` if the cache has no room, or if the request is to be served from the ranges
-    /// that streams share: then the block that was freed last is not tried either.
-    pub(crate) fn try_cache(
-        &self,
-        cache: &'static StreamCache,
-        request: &Request,
-    ) -> Option<Block> {
-        if self.sharing_policy.prefers_shared(request.size()) {
-            return None;
-        }
-        let make = |token: &BlockToken| (*token, self.ticket());
-        let ((token, ticket), is_settled) = cache.full_alloc(request, make)?;
-        if !is_settled {
-            self.peaks.settle_cache(cache);
-        }
-        Some(self.make_block(cache, &token, ticket))
-    }
-
-    /// Sets the caller's line as the site of driver calls if the driver has an observer: it is told
-    /// of blocks that a cache serves, too, which make no driver call.
-    #[track_caller]
-    #[inline]
-    pub(crate) fn enter_observed(&self) -> Option<Entered> {
-        // Not by `then`, since `Location::caller` would return the closure's caller.
-        if self.observed { Some(site::enter()) } else { None }
-    }
-
-    /// Makes a block from the token, and reports it to the observer and the recorder.
-    pub(crate) fn make_block(
-        &self,
-        cache: &'static StreamCache,
-        token: &BlockToken,
-        ticket: Option<EventTicket>,
-    ) -> Block {
-        let mut block = Block::from_token(token);
-        if self.observed {
-            let generation = self.notify_live(cache, token);
-            block.meta_mut().generation = generation;
-        }
-        if ticket.is_some() {
-            let (stream, BlockExtent { address, request }) =
-                (cache.timeline().number(), token.extent);
-            self.report(ticket, Action::Allocate, stream, address, request.bytes(), request.tag());
-        }
-        block
-    }
-
-    #[cold]
-    fn notify_live(&self, cache: &'static StreamCache, token: &BlockToken) -> u64 {
-        let generation = self.generations.fetch_add(1, Ordering::Relaxed);
-        let stream = cache.timeline().noted();
-        let address = token.extent.address;
-        let bytes = cache.size_of(address, token.cache_ref.key);
-        let range = DeviceRange { device: self.info.device, address, bytes };
-        notify_observer(&self.driver, generation, range, Ownership::Live { stream, generation });
-        generation
-    }
-
     /// Takes a ticket in the order of events, if there is a recorder.
     #[inline]
     pub(crate) fn ticket(&self) -> Option<EventTicket> {

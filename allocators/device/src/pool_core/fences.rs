@@ -1,6 +1,6 @@
 //! Queued work that keeps memory from being free: polled, or waited for.
 
-use super::{PoolCore, counters::count};
+use super::{PoolCore, count};
 use crate::{
     Adoption,
     base::{

@@ -1,14 +1,15 @@
-//! Giving memory back to the driver.
+//! Giving memory back to the driver, and taking it ahead of need.
 
 use super::{
     PoolCore,
     fences::{FenceScope, WaitScope},
 };
 use crate::{
+    Resource,
     base::released::Released,
     stream_cache::{StreamCache, close::sweep_released},
 };
-use aquifer_core::{DriverError, MemoryError, Result, event::BlockKind};
+use aquifer_core::{DriverError, MemoryError, Result, Tag, event::BlockKind};
 use aquifer_driver::leftovers;
 use aquifer_stream::AfterSynchronize;
 use std::sync::{Arc, Weak, atomic::Ordering};
@@ -62,6 +63,14 @@ impl PoolCore {
         released
             .add_refusal(swept.map_err(|refused| MemoryError::driver(self.info.device, refused)));
         released.complete()
+    }
+
+    /// Gives free memory back in bypass mode: the pool's own, and then that of `direct`.
+    pub(crate) fn trim_with(&self, direct: &dyn Resource, keep: u64) -> Result<u64> {
+        // Dedicated memory comes from the pool itself in any case.
+        let gone = self.trim(keep)?;
+        let keep = keep.saturating_sub(self.dedicated.held().now());
+        Ok(gone + direct.trim(keep)?)
     }
 
     /// Drops what drivers keep for graphs that no longer exist, and retries releases that the
@@ -124,6 +133,24 @@ impl PoolCore {
         released.bytes += self.retry_releases();
         released.device_lost()?;
         Ok(released)
+    }
+
+    /// As [`DevicePool::warm`].
+    pub(crate) fn warm(&self, bytes: u64) -> Result<u64> {
+        let taken = if bytes == 0 {
+            0
+        } else if !self.config.bypass {
+            if let Some(error) = self.refuse_oversized(bytes, Tag::NONE) {
+                return Err(error);
+            }
+            self.memory.warm(bytes).map_err(|error| self.explain_refusal(bytes, error))?
+        } else {
+            return Err(MemoryError::Unsupported {
+                feature: "a warm reserve (cuMemMap, and no bypass)",
+            });
+        };
+        self.retention.set_reserve(bytes);
+        Ok(taken)
     }
 
     /// Enforces the release threshold, if this needs no waiting. A refused release is retried by

@@ -4,7 +4,7 @@ use super::progress::Progress;
 use crate::{
     Adoption, Request,
     backing::handle::HandleError,
-    pool_core::{PoolCore, counters::count},
+    pool_core::{PoolCore, count},
     stream_cache::{CacheState, StreamCache},
 };
 use aquifer_core::{
