@@ -2,8 +2,10 @@
 //!
 //! - Fast path: [`DevicePool::alloc`], `PoolCore::fast_cache`, `StreamCache::fast_alloc`, the heap.
 //!   It takes the lock of the stream's cache and no other.
-//! - Full path: `DevicePool::alloc_full`, `PoolCore::allocate`, `PoolCore::try_cache`, and if the
-//!   cache has no room, `PoolCore::allocate_slow`, the slow path.
+//! - Full path: `DevicePool::alloc_full` asks the features, then another [`AllocPath`] if there is
+//!   one, or `PoolCore::allocate`: the cache again, and the slow path if it has no room.
+//!
+//! `guide/inside/device_pool.md` follows one allocation step by step.
 
 mod give_way;
 mod raw;
