@@ -8,7 +8,10 @@ use crate::{
 };
 use allocator_api2::vec::Vec as ApiVec;
 use aquifer::{DeviceBuffer, MemoryError, PinnedBuf, PinnedPool, StagerConfig, sim::Sim, staging};
-use aquifer_programs::{device, program::seeded};
+use aquifer_programs::{
+    program::{operations, seeded},
+    targets,
+};
 use std::{env, process::Command, ptr::NonNull};
 
 /// Set in a process that runs one test, in which no other one has installed a staging allocator.
@@ -106,10 +109,10 @@ fn a_pool_that_is_set_as_the_pinned_staging_allocator_serves_stagers_buffers_and
 #[test]
 fn a_program_of_cargo_fuzz_runs_for_a_hundred_thousand_operations() {
     let _alone = alone();
-    let mut done = 0;
+    let device = targets::find("device").unwrap();
     let mut seed = 0;
-    while done < 100_000 {
-        done += device::run(&seeded(seed, 1200));
+    while operations() < 100_000 {
+        (device.run)(&seeded(seed, 1200));
         seed += 1;
     }
     assert!(seed < 100_000, "most programs have more than one operation");

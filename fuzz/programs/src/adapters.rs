@@ -11,7 +11,10 @@
 //! - at the end every wrapper's account is zero, and all device memory is freed.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
-use crate::program::{Bytes, MAX_OPS, not_beside_alone};
+use crate::{
+    program::{Bytes, Process, Program},
+    rig::{IDLE, assert_empty, assert_returned, assert_silent},
+};
 use aquifer_adapters::{CountingAllocator, Fallback, Frames, Limit, Segregate, Tagged};
 use aquifer_core::{Budget, MemoryError, Opaque, Result, Tag};
 use aquifer_device::{
@@ -34,7 +37,7 @@ struct Buffer {
     content: Option<u8>,
 }
 
-struct World {
+pub(crate) struct World {
     sim: Sim,
     pool: DevicePool,
     streams: Vec<Stream>,
@@ -55,21 +58,6 @@ struct World {
     open: Vec<(usize, Use)>,
 }
 
-/// Runs the program that `bytes` encodes.
-///
-/// # Panics
-/// If an invariant is violated.
-pub fn run(bytes: &[u8]) {
-    let _not_beside_alone = not_beside_alone();
-    let mut bytes = Bytes::new(bytes);
-    let mut world = World::new(&mut bytes);
-    bytes.steps(MAX_OPS, |bytes| {
-        world.step(bytes);
-        world.check();
-    });
-    world.finish();
-}
-
 /// Returns the value, or `None` if there was no memory. Panics on any other error.
 fn went<T>(answer: Result<T>) -> Option<T> {
     match answer {
@@ -79,13 +67,15 @@ fn went<T>(answer: Result<T>) -> Option<T> {
     }
 }
 
-impl World {
-    fn new(bytes: &mut Bytes<'_>) -> Self {
+impl Program for World {
+    const PROCESS: Process = Process::Shared;
+
+    fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
         let sim = Sim::h200(1).seeded(u64::from(bytes.u16()));
         let mut config = PoolConfig::with_budget(Budget::new("fuzz", CAPACITY));
         config.wait = Duration::ZERO;
-        let pool = DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool");
-        let streams = (0..STREAMS).map(|_| pool.stream().expect("a stream")).collect();
+        let pool = DevicePool::open(sim.driver(), DeviceId(0), config).expect(IDLE);
+        let streams = (0..STREAMS).map(|_| pool.stream().expect(IDLE)).collect();
         let (mut budgets, mut counted, mut tag) = (Vec::new(), Vec::new(), None);
         let mut limit = |bytes: u64| {
             budgets.push(Budget::new("a layer", bytes));
@@ -118,9 +108,7 @@ impl World {
             };
         }
         let top = CountingAllocator::new(below);
-        let (buffers, runs, open) = (Vec::new(), Vec::new(), Vec::new());
-        let (frames, pages) = (None, None);
-        Self {
+        Some(Self {
             sim,
             pool,
             streams,
@@ -128,17 +116,13 @@ impl World {
             budgets,
             counted,
             tag,
-            buffers,
-            frames,
+            buffers: Vec::new(),
+            frames: None,
             turns: 0,
-            pages,
-            runs,
-            open,
-        }
-    }
-
-    fn stream(&self, bytes: &mut Bytes<'_>) -> Stream {
-        self.streams[usize::from(bytes.choice(STREAMS))].clone()
+            pages: None,
+            runs: Vec::new(),
+            open: Vec::new(),
+        })
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -170,6 +154,41 @@ impl World {
             _ if bytes.choice(4) == 0 => self.leave_frames(),
             _ => self.turn_pages(bytes, &stream),
         }
+    }
+
+    fn check(&mut self) {
+        assert_silent(&self.sim);
+        for budget in &self.budgets {
+            assert!(budget.used() <= budget.limit());
+        }
+        let frames =
+            self.frames.as_ref().map_or(0, Frames::count) + usize::from(self.pages.is_some());
+        // Blocks that wait for their uses count until they are free.
+        assert!(self.top.stats().blocks >= (self.buffers.len() + frames) as u64);
+    }
+
+    fn finish(mut self) {
+        (0..self.buffers.len()).for_each(|at| self.look(at, &self.streams[0]));
+        self.leave_frames();
+        self.pages = None;
+        self.buffers.clear();
+        self.streams.iter().for_each(|stream| stream.synchronize().expect(IDLE));
+        assert_empty(&self.pool);
+        self.check();
+        for layer in self.counted.iter().chain([&self.top]) {
+            let stats = layer.stats();
+            assert_eq!((stats.live, stats.blocks, stats.allocations - stats.frees), (0, 0, 0));
+        }
+        assert!(self.budgets.iter().all(|budget| budget.used() == 0));
+        let Self { sim, pool, streams, top, counted, .. } = self;
+        drop((top, counted, pool, streams));
+        assert_returned(&sim);
+    }
+}
+
+impl World {
+    fn stream(&self, bytes: &mut Bytes<'_>) -> Stream {
+        self.streams[usize::from(bytes.choice(STREAMS))].clone()
     }
 
     /// Allocates, fills, copies or frees runs of pages, or drops the arena.
@@ -306,36 +325,5 @@ impl World {
         for (_, used) in self.open.drain(..) {
             used.finish().expect("the end of a use");
         }
-    }
-
-    fn check(&self) {
-        let violations = self.sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
-        for budget in &self.budgets {
-            assert!(budget.used() <= budget.limit());
-        }
-        let frames =
-            self.frames.as_ref().map_or(0, Frames::count) + usize::from(self.pages.is_some());
-        // Blocks that wait for their uses count until they are free.
-        assert!(self.top.stats().blocks >= (self.buffers.len() + frames) as u64);
-    }
-
-    fn finish(mut self) {
-        (0..self.buffers.len()).for_each(|at| self.look(at, &self.streams[0]));
-        self.leave_frames();
-        self.pages = None;
-        self.buffers.clear();
-        for stream in &self.streams {
-            stream.synchronize().expect("a wait");
-        }
-        self.pool.trim(0).expect("a trim");
-        self.check();
-        for layer in self.counted.iter().chain([&self.top]) {
-            let stats = layer.stats();
-            assert_eq!((stats.live, stats.blocks, stats.allocations - stats.frees), (0, 0, 0));
-        }
-        assert!(self.budgets.iter().all(|budget| budget.used() == 0));
-        let stats = self.pool.stats();
-        assert_eq!((stats.live, stats.pending, stats.physical), (0, 0, 0));
     }
 }

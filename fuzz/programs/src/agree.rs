@@ -4,34 +4,34 @@
 //! generated from a seed, or from any bytes. It has some sixty operations on two or three streams:
 //! fills, copies in all directions, whole and row by row, events, mappings of one handle at several
 //! addresses, pool allocations, captures and their launches. Among them are mistakes that a driver
-//! rejects or ignores ([`Fault`]). A program is *free of races by construction*: the generator
+//! rejects or ignores. A program is *free of races by construction*: the generator
 //! keeps a vector clock for each stream and the host, and inserts an event, a synchronisation or a
 //! poll where one is needed. The final contents of memory and the code of each call are therefore
 //! determined on any driver and in any timing: an [`Outcome`].
 //!
 //! ```
+//! use aquifer_driver::{DeviceId, sim::Sim};
 //! use aquifer_programs::agree::Program;
 //!
-//! let program = Program::from_seed(7);
-//! assert_eq!(program, Program::from_seed(7));
-//! assert!(program.operations().len() > 40);
+//! let outcome = Program::from_seed(7).run(&Sim::h200(1).driver(), DeviceId(0)).unwrap();
+//! assert!(outcome.codes.len() > 40);
 //! ```
 //!
 //! [`Program::careless`] is the same program without its waits between streams. It is the negative
 //! control: an oracle that accepts it detects nothing.
 #![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
-mod execute;
-mod faults;
 mod generate;
 mod host;
+mod machine;
+mod mistakes;
 
-use crate::program::{count_operations, seeded};
+use crate::program::seeded;
 use aquifer_driver::{
-    CaptureMode, DeviceId, Pattern, Rows,
+    DeviceId, Driver, Result,
     sim::{Sim, ViolationKind},
 };
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 /// The unit of physical memory and of mappings, in bytes. A device's own granularity must divide
 /// it.
@@ -79,146 +79,6 @@ pub struct HostPart {
     pub bytes: usize,
 }
 
-/// One operation of a program. Streams, events, slots and handles are indices.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[expect(missing_docs, reason = "the fields are what the driver's calls take, by the same names")]
-#[non_exhaustive]
-pub enum Operation {
-    /// Allocates a block.
-    Allocate { slot: usize, bytes: u64 },
-    /// Frees a block. The host knows that no queued work uses it.
-    Free { slot: usize },
-    /// Allocates from the driver's pool, in stream order.
-    PoolAllocate { slot: usize, stream: usize, bytes: u64 },
-    /// Frees to the driver's pool, in stream order.
-    PoolFree { slot: usize, stream: usize },
-    /// Creates physical memory.
-    Create { handle: usize, granules: u64 },
-    /// Releases physical memory. It stays alive while it is mapped.
-    Release { handle: usize },
-    /// Maps a whole handle and gives the device access.
-    Map { handle: usize, at: u64, granules: u64 },
-    /// Unmaps a mapping. The host knows that no queued work uses it.
-    Unmap { at: u64, granules: u64 },
-    /// Fills device memory.
-    Fill { stream: usize, to: Part, byte: u8 },
-    /// Copies from host to device.
-    Upload { stream: usize, from: HostPart, to: Part },
-    /// Copies from device to host.
-    Download { stream: usize, from: Part, to: HostPart },
-    /// Copies on the device. The two parts never overlap.
-    Copy { stream: usize, from: Part, to: Part },
-    /// Fills device memory with elements. The part is aligned to their size.
-    FillWith { stream: usize, to: Part, pattern: Pattern },
-    /// Fills rows of `rows.width` elements in a part of device memory.
-    FillRows { stream: usize, to: Part, pattern: Pattern, pitch: u64, rows: Rows },
-    /// Copies rows from a host buffer to the device.
-    UploadRows {
-        stream: usize,
-        from: HostPart,
-        from_pitch: u64,
-        to: Part,
-        to_pitch: u64,
-        rows: Rows,
-    },
-    /// Copies rows from the device to a host buffer.
-    DownloadRows {
-        stream: usize,
-        from: Part,
-        from_pitch: u64,
-        to: HostPart,
-        to_pitch: u64,
-        rows: Rows,
-    },
-    /// Copies rows on the device. The two parts never overlap.
-    CopyRows { stream: usize, from: Part, from_pitch: u64, to: Part, to_pitch: u64, rows: Rows },
-    /// Writes a host buffer by the CPU, with bytes derived from the seed.
-    Write { to: HostPart, seed: u64 },
-    /// Records an event after the queued work.
-    Record { event: usize, stream: usize },
-    /// Makes a stream wait for an event.
-    Wait { stream: usize, event: usize },
-    /// Synchronizes the host with a stream.
-    Synchronize { stream: usize },
-    /// Synchronizes the host with an event.
-    SynchronizeEvent { event: usize },
-    /// Polls a stream on the host until it is idle.
-    Poll { stream: usize },
-    /// Polls an event on the host until it has completed.
-    PollEvent { event: usize },
-    /// Begins a capture on a stream. Copies, fills, records and waits up to its end become part of
-    /// it.
-    CaptureBegin { stream: usize, mode: CaptureMode },
-    /// Ends a capture and instantiates an executable graph.
-    CaptureEnd { stream: usize, graph: usize },
-    /// Launches an executable graph.
-    Launch { graph: usize, stream: usize },
-    /// Destroys an executable graph, with or without pending launches.
-    GraphEnd { graph: usize },
-    /// Performs a call that a driver rejects or ignores without other effects.
-    Mistake(Fault),
-}
-
-/// A mistake that a driver rejects, or ignores if it does no harm.
-///
-/// Mapping and unmapping across the end of the range are not included, since their result on a GPU
-/// depends on the adjacent addresses.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[expect(missing_docs, reason = "the fields are what the driver's calls take, by the same names")]
-#[non_exhaustive]
-pub enum Fault {
-    /// Reserves zero bytes of addresses.
-    ReserveNothing,
-    /// Reserves half a granule of addresses.
-    ReserveOffGranule,
-    /// Creates zero bytes of physical memory.
-    CreateNothing,
-    /// Creates half a granule of physical memory.
-    CreateOffGranule,
-    /// Creates more physical memory than any device has.
-    CreateTooMuch,
-    /// Maps a handle where another one, or the same, is mapped.
-    MapTwice { handle: usize, at: u64, granules: u64 },
-    /// Maps a handle at addresses that are not reserved.
-    MapUnreserved { handle: usize, granules: u64 },
-    /// Unmaps addresses without a mapping, which is no error.
-    UnmapNothing { at: u64 },
-    /// Sets access to addresses without a mapping.
-    AccessNothing { at: u64 },
-    /// Allocates zero bytes.
-    AllocateNothing,
-    /// Allocates more than any device has.
-    AllocateTooMuch,
-    /// Frees an address inside a block.
-    FreeInside { slot: usize },
-    /// Allocates zero bytes from the pool, which must succeed.
-    PoolAllocateNothing { stream: usize },
-    /// Allocates more from the pool than any device has.
-    PoolAllocateTooMuch { stream: usize },
-    /// Registers registered memory.
-    RegisterTwice,
-    /// Unregisters memory that is not registered.
-    UnregisterNothing,
-    /// Copies from two registrations at once.
-    UploadAcross { stream: usize, slot: usize },
-    /// Copies to two registrations at once.
-    DownloadAcross { stream: usize, slot: usize },
-    /// Uses a device that does not exist.
-    NoSuchDevice,
-    /// Ends a capture that was not begun.
-    EndNothing { stream: usize },
-    /// Begins a capture on a capturing stream.
-    CaptureTwice { stream: usize },
-    /// Queries a capturing stream, which invalidates the capture.
-    QueryCapturing { stream: usize },
-    /// Waits for an event from outside the capture, which invalidates it.
-    WaitFromOutside { stream: usize, event: usize },
-    /// Ends a capture before another participating stream is joined.
-    LeaveUnjoined { stream: usize, other: usize, event: usize, slot: usize },
-    /// Queries an event that was recorded in a capture.
-    QueryCaptured { stream: usize, event: usize },
-}
-
 /// Runs the program that `bytes` encodes on simulated devices that differ in when they run queued
 /// work, and in whether they keep bytes.
 ///
@@ -230,7 +90,6 @@ pub fn run(bytes: &[u8]) {
     let seed =
         bytes.iter().fold(0, |seed: u64, &byte| seed.wrapping_mul(257).wrapping_add(byte.into()));
     let run_on = |how: &str, sim: Sim| {
-        count_operations(program.operations.len());
         let outcome = match program.run(&sim.driver(), DeviceId(0)) {
             Ok(outcome) => outcome,
             Err(refused) => panic!("{how}: {refused}"),
@@ -249,18 +108,18 @@ pub fn run(bytes: &[u8]) {
     let eager = run_on("eager", sim());
     for (how, sim) in [("seeded", sim().seeded(seed)), ("paced", sim().seeded(!seed).paced(64))] {
         let late = run_on(how, sim);
-        let differences = eager.differences(&late, &program);
+        let differences = eager.differences(&late);
         assert!(differences.is_empty(), "eager and {how}:\n{differences}");
     }
     let symbolic = run_on("symbolic", sim().symbolic());
-    assert_eq!(eager.codes, symbolic.codes, "{}", eager.differences(&symbolic, &program));
+    assert_eq!(eager.codes, symbolic.codes, "{}", eager.differences(&symbolic));
 }
 
 /// A program for a driver.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Debug)]
 pub struct Program {
-    streams: usize,
-    operations: Vec<Operation>,
+    bytes: Vec<u8>,
+    careless: bool,
 }
 
 impl Program {
@@ -274,41 +133,34 @@ impl Program {
     /// Creates the program that `bytes` encode. Any bytes are valid.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Self {
-        generate::generate(bytes)
-    }
-
-    /// Returns the number of streams.
-    #[must_use]
-    pub fn streams(&self) -> usize {
-        self.streams
-    }
-
-    /// Returns the operations, in order.
-    #[must_use]
-    pub fn operations(&self) -> &[Operation] {
-        &self.operations
+        Self { bytes: bytes.into(), careless: false }
     }
 
     /// Returns the same program without waits between streams. It usually has races, so it is for
     /// simulated devices only.
     #[must_use]
-    pub fn careless(&self) -> Self {
-        let kept = |operation: &&Operation| !matches!(operation, Operation::Wait { .. });
-        Self {
-            streams: self.streams,
-            operations: self.operations.iter().filter(kept).copied().collect(),
-        }
+    pub fn careless(self) -> Self {
+        Self { careless: true, ..self }
+    }
+
+    /// Runs the program in the given device's context and waits for its end. Frees everything that
+    /// it allocated.
+    ///
+    /// # Errors
+    /// An error of the set-up: streams, events, a pool, an address range and host buffers. Errors
+    /// of the operations are part of the outcome.
+    pub fn run(&self, driver: &Arc<dyn Driver>, device: DeviceId) -> Result<Outcome> {
+        generate::perform(&self.bytes, self.careless, driver, device)
     }
 }
 
 /// A driver call of a program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Made {
-    /// The index of its operation. Calls of the set-up and of the end have indices beyond all
-    /// operations.
-    pub operation: usize,
     /// The name of the trait's method.
     pub call: &'static str,
+    /// The mistake that the call is a part of.
+    pub mistake: Option<&'static str>,
 }
 
 /// The result of a program.
@@ -328,27 +180,19 @@ impl Outcome {
     /// The code of a call that was not made.
     pub const SKIPPED: u32 = u32::MAX;
 
-    /// Returns the calls of two runs of `program` whose codes differ, and how many contents differ.
+    /// Returns the calls of two runs of one program whose codes differ, and how many contents differ.
     #[must_use]
-    pub fn differences(&self, other: &Self, program: &Program) -> Differences {
+    pub fn differences(&self, other: &Self) -> Differences {
         let mut codes = Vec::new();
-        for (i, made) in self.made.iter().enumerate() {
-            let (ours, theirs) = (self.codes.get(i).copied(), other.codes.get(i).copied());
+        for (number, made) in self.made.iter().enumerate() {
+            let (ours, theirs) =
+                (self.codes.get(number).copied(), other.codes.get(number).copied());
             if ours != theirs {
-                codes.push(Difference {
-                    made: *made,
-                    operation: program.operations.get(made.operation).copied(),
-                    ours,
-                    theirs,
-                });
+                codes.push(Difference { number, made: *made, ours, theirs });
             }
         }
-        let contents = self
-            .bytes
-            .chunks(8)
-            .zip(other.bytes.chunks(8))
-            .filter(|(ours, theirs)| ours != theirs)
-            .count()
+        let pairs = self.bytes.chunks(8).zip(other.bytes.chunks(8));
+        let contents = pairs.filter(|(ours, theirs)| ours != theirs).count()
             + self.bytes.len().abs_diff(other.bytes.len()) / 8;
         Differences { codes, contents }
     }
@@ -357,10 +201,10 @@ impl Outcome {
 /// A call whose codes differ.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Difference {
+    /// How many calls were before it.
+    pub number: usize,
     /// The call.
     pub made: Made,
-    /// The operation of the call, unless it belongs to the set-up or the end.
-    pub operation: Option<Operation>,
     /// The code in this run, or `None` if it made fewer calls.
     pub ours: Option<u32>,
     /// The code in the other run.
@@ -392,12 +236,10 @@ impl fmt::Display for Differences {
             None => "-".to_owned(),
         };
         for difference in &self.codes {
-            let Difference { made, operation, ours, theirs } = difference;
-            write!(f, "{:>5} {:>5}  {:<16}", shown(*ours), shown(*theirs), made.call)?;
-            match operation {
-                Some(operation) => writeln!(f, "  {}: {operation:?}", made.operation)?,
-                None => writeln!(f)?,
-            }
+            let Difference { number, made, ours, theirs } = difference;
+            let (ours, theirs) = (shown(*ours), shown(*theirs));
+            let mistake = made.mistake.unwrap_or_default();
+            writeln!(f, "{ours:>5} {theirs:>5}  {:<16}  {number}  {mistake}", made.call)?;
         }
         if self.contents > 0 {
             writeln!(f, "{} contents differ", self.contents)?;

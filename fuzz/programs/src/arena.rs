@@ -13,19 +13,15 @@
 //! At the end everything is freed with the layout that it was allocated with, or with another one
 //! that fits.
 
-pub mod books;
-pub mod shadow;
-pub mod stacks;
-pub mod steps;
+pub(crate) mod books;
+pub(crate) mod shadow;
+pub(crate) mod stacks;
+pub(crate) mod steps;
 
 use crate::program::Bytes;
 
 /// Runs the program that `bytes` encodes.
-///
-/// # Panics
-///
-/// If an invariant is violated.
-pub fn run(bytes: &[u8]) {
+pub(crate) fn run(bytes: &[u8]) {
     let mut bytes = Bytes::new(bytes);
     match bytes.choice(4) {
         0 | 1 => stacks::run(&mut bytes),

@@ -7,37 +7,26 @@
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 mod model;
+#[path = "../../../tests/support/woken.rs"]
+mod woken;
 
-use crate::program::{Bytes, MAX_OPS};
+use crate::program::{Bytes, Process, Program};
 use aquifer_core::{
     Budget, Charge, OutOfBudget, Reservation,
     budget::{BudgetLease, Leased, Levels, StrandedCharge, Waiting},
 };
 use model::{Model, Wait};
 use std::{
-    future::Future,
-    pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
-    task::{Context, Poll, Wake, Waker},
+    sync::Arc,
+    task::Poll,
     time::{Duration, Instant},
 };
+use woken::Woken;
 
 /// Maximum number of nodes in one program, including dropped ones.
 const MAX_NODES: usize = 24;
 /// No program runs long enough to reach the first deadline.
 const HOUR: Duration = Duration::from_secs(3600);
-
-#[derive(Default)]
-struct Wakes(AtomicU32);
-
-impl Wake for Wakes {
-    fn wake(self: Arc<Self>) {
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
-}
 
 /// An object that holds bytes of a node.
 enum Held {
@@ -49,11 +38,11 @@ enum Held {
 
 struct Waiter {
     waiting: Waiting,
-    wakes: Arc<Wakes>,
+    woken: Arc<Woken>,
     number: u64,
 }
 
-struct World {
+pub(crate) struct World {
     model: Model,
     begun: Instant,
     /// By the node's number in the model.
@@ -65,25 +54,12 @@ struct World {
     with_leases: bool,
 }
 
-/// Runs the program that `bytes` encodes.
-///
-/// # Panics
-/// If an invariant is violated.
-pub fn run(bytes: &[u8]) {
-    let mut bytes = Bytes::new(bytes);
-    let mut world = World::new(&mut bytes);
-    bytes.steps(MAX_OPS, |bytes| {
-        world.step(bytes);
-        world.reap();
-        world.check();
-    });
-    world.finish();
-}
+impl Program for World {
+    const PROCESS: Process = Process::Any;
 
-impl World {
-    fn new(bytes: &mut Bytes<'_>) -> Self {
+    fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
         let limit = 60 + u64::from(bytes.u8());
-        Self {
+        Some(Self {
             model: Model::new(limit),
             begun: Instant::now(),
             budgets: vec![Some(Budget::new("0", limit))],
@@ -91,15 +67,7 @@ impl World {
             leases: Vec::new(),
             waiters: Vec::new(),
             with_leases: bytes.flag(),
-        }
-    }
-
-    /// Returns a node that has a handle, and the handle.
-    fn pick(&self, bytes: &mut Bytes<'_>) -> (usize, Budget) {
-        let known: Vec<_> =
-            self.budgets.iter().enumerate().filter_map(|(at, b)| Some((at, b.as_ref()?))).collect();
-        let (at, budget) = known[usize::from(bytes.u8()) % known.len()];
-        (at, budget.clone())
+        })
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -142,6 +110,74 @@ impl World {
                 self.model.nodes[at].peak = self.model.used(at);
             }
         }
+        self.reap();
+    }
+
+    fn check(&mut self) {
+        let model = &self.model;
+        for waiter in &self.waiters {
+            let woken = waiter.woken.times();
+            let answered = model.wait(waiter.number).answer.is_some();
+            assert_eq!(woken, u32::from(answered), "wakes of {:?}", model.wait(waiter.number));
+        }
+        for (at, budget) in
+            self.budgets.iter().enumerate().filter_map(|(at, b)| Some((at, b.as_ref()?)))
+        {
+            let (figures, node) = (budget.figures(), &model.nodes[at]);
+            assert_eq!(figures.used, model.used(at), "used at {at}");
+            assert!(figures.peak >= figures.used);
+            assert_eq!((figures.limit, figures.guarantee), (node.limit, node.guarantee), "at {at}");
+            let stranded = self.held.iter().filter(|held| matches!(held.2, Held::Stranded(_)));
+            let stranded: u64 = stranded.filter(|h| model.is_below(h.0, at)).map(|h| h.1).sum();
+            assert_eq!(figures.stranded, stranded, "stranded at {at}");
+            assert_eq!(budget.waiting(), model.waiting(at), "waiting at {at}");
+            assert_eq!(budget.estimate(None), budget.remaining(), "the estimate at {at}");
+            if !self.with_leases {
+                assert_eq!(figures.held, model.held(at), "held at {at}");
+                assert_eq!(figures.peak, node.peak, "the peak at {at}");
+                assert_eq!(figures.level as u8, node.level, "the level at {at}");
+                let most = budget.remaining();
+                assert!(most == 0 || model.fits(at, most).is_ok(), "{most} remain at {at}");
+                assert!(model.fits(at, most + 1).is_err(), "more than {most} remain at {at}");
+            }
+            let children =
+                model.nodes.iter().filter(|node| node.live && node.parent == Some(at)).count();
+            assert_eq!(budget.children().count(), children, "children of {at}");
+        }
+        if model.waiting(0) > 0 {
+            assert_eq!(
+                self.budgets[0].as_ref().map_or(0, Budget::spare),
+                0,
+                "spare while somebody waits"
+            );
+        }
+    }
+
+    fn finish(self) {
+        let Self { budgets, held, leases, waiters, .. } = self;
+        drop(waiters);
+        for (_, _, held) in held {
+            if let Held::Stranded(stranded) = held {
+                stranded.freed();
+            }
+        }
+        drop(leases);
+        let mut budgets = budgets.into_iter();
+        let root = budgets.next().flatten().expect("the root is kept");
+        drop(budgets);
+        let figures = root.figures();
+        assert_eq!((figures.used, figures.held, figures.stranded, root.waiting()), (0, 0, 0, 0));
+        assert_eq!(root.children().count(), 0, "a node was lost");
+    }
+}
+
+impl World {
+    /// Returns a node that has a handle, and the handle.
+    fn pick(&self, bytes: &mut Bytes<'_>) -> (usize, Budget) {
+        let known: Vec<_> =
+            self.budgets.iter().enumerate().filter_map(|(at, b)| Some((at, b.as_ref()?))).collect();
+        let (at, budget) = known[usize::from(bytes.u8()) % known.len()];
+        (at, budget.clone())
     }
 
     /// Compares the result of a `try` call with the model's, and keeps what was granted.
@@ -211,10 +247,7 @@ impl World {
     }
 
     fn release(&mut self, bytes: &mut Bytes<'_>) {
-        if self.held.is_empty() {
-            return;
-        }
-        let which = usize::from(bytes.u8()) % self.held.len();
+        let Some(which) = bytes.index(self.held.len()) else { return };
         if let Held::Stranded(_) = self.held[which].2 {
             return;
         }
@@ -224,10 +257,7 @@ impl World {
     }
 
     fn split_or_merge(&mut self, bytes: &mut Bytes<'_>) {
-        if self.held.is_empty() {
-            return;
-        }
-        let which = usize::from(bytes.u8()) % self.held.len();
+        let Some(which) = bytes.index(self.held.len()) else { return };
         let cut = u64::from(bytes.u8() / 4);
         let (at, asked, held) = &mut self.held[which];
         let (at, before) = (*at, *asked);
@@ -330,7 +360,7 @@ impl World {
         let waiting = budget.charge_async(asked);
         // Zero is already in the past. The last one has no deadline.
         let waiting = if hours < 6 { waiting.until(self.begun + HOUR * hours) } else { waiting };
-        let mut waiter = Waiter { waiting, wakes: Arc::default(), number: 0 };
+        let mut waiter = Waiter { waiting, woken: Woken::here(), number: 0 };
         if hours == 0 {
             let answer = poll(&mut waiter).expect("a wait whose deadline has passed ends at once");
             self.keep(at, asked, answer.map(Held::Charge));
@@ -348,11 +378,7 @@ impl World {
     }
 
     fn poll(&mut self, bytes: &mut Bytes<'_>) {
-        if self.waiters.is_empty() {
-            return;
-        }
-        let which = usize::from(bytes.u8()) % self.waiters.len();
-        let mut waiter = self.waiters.swap_remove(which);
+        let Some(mut waiter) = bytes.take(&mut self.waiters) else { return };
         let answer = poll(&mut waiter);
         self.take(waiter, answer);
     }
@@ -375,21 +401,14 @@ impl World {
     }
 
     fn give_up(&mut self, bytes: &mut Bytes<'_>) {
-        if self.waiters.is_empty() {
-            return;
-        }
-        let which = usize::from(bytes.u8()) % self.waiters.len();
-        let waiter = self.waiters.swap_remove(which);
+        let Some(waiter) = bytes.take(&mut self.waiters) else { return };
         let number = waiter.number;
         drop(waiter);
         self.model.give_up(number);
     }
 
     fn strand_or_retry(&mut self, bytes: &mut Bytes<'_>) {
-        if self.held.is_empty() {
-            return;
-        }
-        let which = usize::from(bytes.u8()) % self.held.len();
+        let Some(which) = bytes.index(self.held.len()) else { return };
         let (at, asked, held) = self.held.swap_remove(which);
         let held = match held {
             Held::Charge(charge) => Held::Stranded(charge.strand()),
@@ -434,68 +453,10 @@ impl World {
             _ => {}
         }
     }
-
-    fn check(&self) {
-        let model = &self.model;
-        for waiter in &self.waiters {
-            let woken = waiter.wakes.0.load(Ordering::Relaxed);
-            let answered = model.wait(waiter.number).answer.is_some();
-            assert_eq!(woken, u32::from(answered), "wakes of {:?}", model.wait(waiter.number));
-        }
-        for (at, budget) in
-            self.budgets.iter().enumerate().filter_map(|(at, b)| Some((at, b.as_ref()?)))
-        {
-            let (figures, node) = (budget.figures(), &model.nodes[at]);
-            assert_eq!(figures.used, model.used(at), "used at {at}");
-            assert!(figures.peak >= figures.used);
-            assert_eq!((figures.limit, figures.guarantee), (node.limit, node.guarantee), "at {at}");
-            let stranded = self.held.iter().filter(|held| matches!(held.2, Held::Stranded(_)));
-            let stranded: u64 = stranded.filter(|h| model.is_below(h.0, at)).map(|h| h.1).sum();
-            assert_eq!(figures.stranded, stranded, "stranded at {at}");
-            assert_eq!(budget.waiting(), model.waiting(at), "waiting at {at}");
-            assert_eq!(budget.estimate(None), budget.remaining(), "the estimate at {at}");
-            if !self.with_leases {
-                assert_eq!(figures.held, model.held(at), "held at {at}");
-                assert_eq!(figures.peak, node.peak, "the peak at {at}");
-                assert_eq!(figures.level as u8, node.level, "the level at {at}");
-                let most = budget.remaining();
-                assert!(most == 0 || model.fits(at, most).is_ok(), "{most} remain at {at}");
-                assert!(model.fits(at, most + 1).is_err(), "more than {most} remain at {at}");
-            }
-            let children =
-                model.nodes.iter().filter(|node| node.live && node.parent == Some(at)).count();
-            assert_eq!(budget.children().count(), children, "children of {at}");
-        }
-        if model.waiting(0) > 0 {
-            assert_eq!(
-                self.budgets[0].as_ref().map_or(0, Budget::spare),
-                0,
-                "spare while somebody waits"
-            );
-        }
-    }
-
-    fn finish(self) {
-        let Self { budgets, held, leases, waiters, .. } = self;
-        drop(waiters);
-        for (_, _, held) in held {
-            if let Held::Stranded(stranded) = held {
-                stranded.freed();
-            }
-        }
-        drop(leases);
-        let mut budgets = budgets.into_iter();
-        let root = budgets.next().flatten().expect("the root is kept");
-        drop(budgets);
-        let figures = root.figures();
-        assert_eq!((figures.used, figures.held, figures.stranded, root.waiting()), (0, 0, 0, 0));
-        assert_eq!(root.children().count(), 0, "a node was lost");
-    }
 }
 
 fn poll(waiter: &mut Waiter) -> Option<Result<Charge, OutOfBudget>> {
-    let waker = Waker::from(Arc::clone(&waiter.wakes));
-    match Pin::new(&mut waiter.waiting).poll(&mut Context::from_waker(&waker)) {
+    match waiter.woken.poll(&mut waiter.waiting) {
         Poll::Ready(answer) => Some(answer),
         Poll::Pending => None,
     }

@@ -15,7 +15,7 @@
 //! At the end everything is freed, and the wrapped allocator has no live block.
 #![expect(unsafe_code, reason = "calls allocators by hand")]
 
-pub mod below;
+pub(crate) mod below;
 
 use crate::program::{Bytes, MAX_OPS, alone, count_operation};
 use aquifer_core::{Tag, tagged};
@@ -120,11 +120,7 @@ struct Run {
 }
 
 /// Runs the program that `bytes` encodes.
-///
-/// # Panics
-///
-/// If an invariant is violated.
-pub fn run(bytes: &[u8]) {
+pub(crate) fn run(bytes: &[u8]) {
     let _alone = alone();
     let mut bytes = Bytes::new(bytes);
     let allocated = TAGS.iter().map(|&tag| allocated_under(tag).bytes).collect();

@@ -11,19 +11,15 @@
 #![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
 
 use crate::{
-    peaks::TruePeaks,
-    program::{Bytes, MAX_OPS, alone},
+    program::{Bytes, Process, Program},
+    rig::{IDLE, Rig, access, assert_apart, quietly, simulated},
 };
 use aquifer_core::{Budget, MemoryError, Result};
-use aquifer_device::{
-    Announced, Block, Captured, DevicePool, Graph, GraphPool, PoolConfig, Request,
-};
+use aquifer_device::{Announced, Block, Captured, Graph, GraphPool, PoolConfig, Request};
 use aquifer_driver::{
-    Access, Call, CaptureMode, CaptureStatus, DeviceId, DeviceRange, Operand, RawGraphExec,
-    RawStream, Relaxed,
-    sim::{DeviceConfig, Sim, SimConfig},
+    Access, Call, CaptureMode, CaptureStatus, DeviceRange, Operand, RawGraphExec, RawStream,
+    Relaxed,
 };
-use aquifer_stream::Stream;
 use std::{
     sync::{
         Arc,
@@ -32,10 +28,6 @@ use std::{
     time::Duration,
 };
 
-/// Accesses are declared for memory that the program holds, on streams of an idle device.
-const OURS: &str = "an access to memory of ours";
-/// Calls on an idle device for which no fault is planned.
-const IDLE: &str = "no fault is waiting for this call";
 /// The device's memory.
 const CAPACITY: u64 = 64 << 20;
 /// Calls that may fail during a program.
@@ -73,11 +65,8 @@ enum Made {
     Theirs { exec: RawGraphExec, captured: Option<Captured> },
 }
 
-struct World {
-    sim: Sim,
-    budget: Budget,
-    pool: DevicePool,
-    streams: Vec<Stream>,
+pub(crate) struct World {
+    rig: Rig,
     /// Graph pools by number. `None` if the handle was dropped.
     pools: Vec<Option<GraphPool>>,
     live: Vec<Live>,
@@ -89,22 +78,6 @@ struct World {
     saved: Option<(GraphPool, Vec<(DeviceRange, RawStream)>)>,
     /// Whether each ordinary block is a driver allocation.
     bypass: bool,
-    peaks: TruePeaks,
-}
-
-/// Runs the program that `bytes` encodes.
-///
-/// # Panics
-/// If an invariant is violated.
-pub fn run(bytes: &[u8]) {
-    let _alone = alone();
-    let mut bytes = Bytes::new(bytes);
-    let mut world = World::new(&mut bytes);
-    bytes.steps(MAX_OPS, |bytes| {
-        world.step(bytes);
-        world.check();
-    });
-    world.finish();
 }
 
 /// Returns the value of an operation, or `None` if it failed with a permitted error.
@@ -121,41 +94,27 @@ fn went<T>(answer: Result<T>) -> Option<T> {
     }
 }
 
-impl World {
-    fn new(bytes: &mut Bytes<'_>) -> Self {
-        let mapping = bytes.choice(4) != 0;
-        let mut config = SimConfig::h200(1);
-        config.devices = vec![if mapping {
-            DeviceConfig::h200()
-        } else {
-            DeviceConfig::without_virtual_memory()
-        }];
-        let sim = Sim::new(config).symbolic().capacity(CAPACITY);
+impl Program for World {
+    const PROCESS: Process = Process::Alone;
+
+    fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
+        let sim = simulated(bytes.choice(4) != 0).symbolic().capacity(CAPACITY);
         let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim };
         let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(30)) + 8) << 20);
-        let mut config = PoolConfig::with_budget(budget.clone());
+        let mut config = PoolConfig::with_budget(budget);
         config.wait = Duration::from_micros(300);
         config.bypass = bytes.choice(8) == 1;
         let bypass = config.bypass;
-        let pool = DevicePool::open(sim.driver(), DeviceId(0), config)
-            .expect("a pool opens on an idle device");
-        let streams = (0..4).map(|_| pool.stream().expect("a stream of an idle device")).collect();
-        let (pools, live, open, made) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        let (served, saved) = (Vec::new(), None);
-        Self {
-            sim,
-            budget,
-            pool,
-            streams,
-            pools,
-            live,
-            open,
-            made,
-            served,
-            saved,
+        Some(Self {
+            rig: Rig::open(sim, config, 4),
+            pools: Vec::new(),
+            live: Vec::new(),
+            open: Vec::new(),
+            made: Vec::new(),
+            served: Vec::new(),
+            saved: None,
             bypass,
-            peaks: TruePeaks::default(),
-        }
+        })
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -173,23 +132,12 @@ impl World {
             17 => self.drop_graph(bytes),
             18 => {
                 // A planned fault may hit it.
-                let _ = self.pool.trim(u64::from(bytes.u8()) << 18);
+                let _ = self.rig.pool.trim(u64::from(bytes.u8()) << 18);
             }
-            19 => {
-                let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
-                let code = if bytes.flag() { 2 } else { 999 };
-                self.sim.fail(call, u64::from(bytes.choice(5)) + 1, code);
-            }
-            20 => {
-                let stream = self.pick(bytes);
-                if bytes.flag() {
-                    self.sim.step(self.streams[stream].raw());
-                } else {
-                    let _ = self.streams[stream].synchronize();
-                }
-            }
+            19 => self.rig.fail_one(bytes, FAULTS),
+            20 => self.rig.go_on(bytes),
             21 => {
-                self.budget.set_limit((u64::from(bytes.choice(40)) + 8) << 20);
+                self.rig.budget.set_limit((u64::from(bytes.choice(40)) + 8) << 20);
             }
             22 => self.serve(bytes),
             23 => {
@@ -203,16 +151,47 @@ impl World {
         }
     }
 
+    fn check(&mut self) {
+        for open in &self.open {
+            let status = self.rig.streams[open.streams[0]].timeline().capture();
+            assert_eq!(status, Ok(Some(open.id)), "somebody broke a capture");
+        }
+        let blocks = self.live.iter().map(|live| live.block.capacity()).sum();
+        let stats = self.rig.check(Some(blocks), None);
+        assert!(stats.graphs <= stats.physical, "{stats:?}");
+        assert_apart(self.live.iter().map(|live| live.block.range()));
+        for graphs in self.pools.iter().flatten() {
+            let stats = graphs.stats();
+            assert!(stats.live + stats.pending + stats.cached == stats.physical, "{stats:?}");
+        }
+    }
+
+    fn finish(mut self) {
+        self.rig.sim.clear_failures();
+        self.saved = None;
+        self.served.clear();
+        while let Some(open) = self.open.pop() {
+            self.end_one(open, 0);
+        }
+        for made in std::mem::take(&mut self.made) {
+            self.destroy(made);
+        }
+        drop((self.live, self.pools));
+        self.rig.finish();
+    }
+}
+
+impl World {
     /// Begins or ends to serve a stream's eager work from a graph pool. Such a stream does not
     /// capture: two announcements would cover it.
     fn serve(&mut self, bytes: &mut Bytes<'_>) {
-        let stream = self.pick(bytes);
+        let stream = self.rig.pick_stream(bytes);
         if let Some(at) = self.served.iter().position(|(served, _)| *served == stream) {
             drop(self.served.swap_remove(at));
         } else if self.capture_of(stream).is_none()
             && let Some(graphs) = self.pick_pool(bytes).and_then(|at| self.pools[at].as_ref())
         {
-            let raw = self.streams[stream].raw();
+            let raw = self.rig.streams[stream].raw();
             let announced = graphs.announce_all_where(move |other| other == raw).expect(IDLE);
             self.served.push((stream, announced));
         }
@@ -224,28 +203,24 @@ impl World {
 
     /// Brings the saved pool back to the state that was saved, as far as its addresses are free.
     fn place(&mut self, bytes: &mut Bytes<'_>) {
-        let stream = self.pick(bytes);
+        let stream = self.rig.pick_stream(bytes);
         let Some((pool, blocks)) = self.saved.take().filter(|_| self.capture_of(stream).is_none())
         else {
             return;
         };
         for (range, _) in blocks {
             let request = Request::bytes(range.bytes);
-            match pool.alloc_at(&self.streams[stream], request, range.address) {
+            match pool.alloc_at(&self.rig.streams[stream], request, range.address) {
                 Err(MemoryError::Busy { address }) => assert_eq!(address, range.address),
                 placed => {
                     if let Some(block) = went(placed) {
                         assert_eq!(block.address(), range.address);
-                        self.write(&block, stream);
+                        access(&self.rig.sim, &self.rig.streams[stream], &block, Access::Write);
                         self.live.push(Live { block, stream, of: None });
                     }
                 }
             }
         }
-    }
-
-    fn pick(&self, bytes: &mut Bytes<'_>) -> usize {
-        usize::from(bytes.choice(self.streams.len() as u8))
     }
 
     /// Returns the capture that a stream takes part in.
@@ -264,7 +239,7 @@ impl World {
             // Graphs that use the pool keep it alive.
             self.pools[at] = None;
         } else if self.pools.len() < 4 {
-            let new = went(self.pool.graph_pool());
+            let new = went(self.rig.pool.graph_pool());
             if bytes.choice(8) == 7 {
                 new.iter().for_each(GraphPool::retain_free);
             }
@@ -273,15 +248,15 @@ impl World {
     }
 
     fn begin(&mut self, bytes: &mut Bytes<'_>) {
-        let (stream, mode) = (self.pick(bytes), bytes.choice(3));
-        let mode = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed]
-            [usize::from(mode)];
+        let stream = self.rig.pick_stream(bytes);
+        let mode =
+            bytes.pick([CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed]);
         let free = self.capture_of(stream).is_none() && !self.is_served(stream);
         let Some(pool) = self.pick_pool(bytes).filter(|_| free) else {
             return;
         };
         let Some(graphs) = &self.pools[pool] else { return };
-        let s = &self.streams[stream];
+        let s = &self.rig.streams[stream];
         let number = Arc::new(AtomicU64::new(0));
         let announced = if bytes.flag() {
             // By the driver's id of the capture, as other libraries do.
@@ -301,11 +276,11 @@ impl World {
     }
 
     fn join(&mut self, bytes: &mut Bytes<'_>) {
-        let (from, to) = (self.pick(bytes), self.pick(bytes));
+        let (from, to) = (self.rig.pick_stream(bytes), self.rig.pick_stream(bytes));
         if self.capture_of(to).is_some() || self.is_served(to) {
             return;
         }
-        let (s, u) = (&self.streams[from], &self.streams[to]);
+        let (s, u) = (&self.rig.streams[from], &self.rig.streams[to]);
         let joined = u.wait_for(s);
         if let Some(open) = self.open.iter_mut().find(|open| open.streams.contains(&from))
             && joined.is_ok()
@@ -315,18 +290,15 @@ impl World {
     }
 
     fn end(&mut self, bytes: &mut Bytes<'_>) {
-        if self.open.is_empty() {
-            return;
+        if let Some(open) = bytes.take(&mut self.open) {
+            self.end_one(open, bytes.choice(4));
         }
-        let at = usize::from(bytes.u8()) % self.open.len();
-        let open = self.open.swap_remove(at);
-        self.end_one(open, bytes.choice(4));
     }
 
     fn end_one(&mut self, open: Open, how: u8) {
         let Open { announced, streams, .. } = open;
-        let s = &self.streams[streams[0]];
-        let joined = streams[1..].iter().all(|&other| s.wait_for(&self.streams[other]).is_ok());
+        let s = &self.rig.streams[streams[0]];
+        let joined = streams[1..].iter().all(|&other| s.wait_for(&self.rig.streams[other]).is_ok());
         let driver = s.driver().clone();
         let graph = match driver.capture_end(s.raw()) {
             Ok(graph) => graph,
@@ -350,58 +322,45 @@ impl World {
     }
 
     fn alloc(&mut self, bytes: &mut Bytes<'_>) {
-        let stream = self.pick(bytes);
+        let stream = self.rig.pick_stream(bytes);
         let size = u64::from(bytes.u16()) << bytes.choice(7) | 1;
         let of = self.capture_of(stream).map(|open| open.id);
-        let failures = self.pool.stats().physical;
-        if let Some(block) = went(self.pool.alloc(&self.streams[stream], Request::bytes(size))) {
-            self.write(&block, stream);
+        let failures = self.rig.pool.stats().physical;
+        if let Some(block) =
+            went(self.rig.pool.alloc(&self.rig.streams[stream], Request::bytes(size)))
+        {
+            access(&self.rig.sim, &self.rig.streams[stream], &block, Access::Write);
             self.live.push(Live { block, stream, of });
         } else {
             assert!(
-                self.pool.stats().physical <= failures.max(self.budget.limit()),
+                self.rig.pool.stats().physical <= failures.max(self.rig.budget.limit()),
                 "a refusal took memory"
             );
         }
     }
 
-    /// Declares a write on the block's stream.
-    fn write(&self, block: &Block, stream: usize) {
-        let generation = Some(block.generation());
-        self.sim
-            .access(self.streams[stream].raw(), block.range(), Access::Write, generation)
-            .expect(OURS);
-    }
-
     fn free(&mut self, bytes: &mut Bytes<'_>) {
-        if self.live.is_empty() {
-            return;
-        }
-        let at = usize::from(bytes.u8()) % self.live.len();
-        let Live { block, .. } = self.live.swap_remove(at);
+        let Some(Live { block, .. }) = bytes.take(&mut self.live) else { return };
         let by_address = bytes.flag();
-        let before = self.sim.driver().calls().made();
-        if by_address {
-            let out = block.into_raw();
-            self.pool.free_raw(out).expect("an address that is out");
-        } else {
-            drop(block);
-        }
-        if !self.bypass {
-            assert_eq!(before, self.sim.driver().calls().made(), "a free called the driver");
-        }
+        let free = || {
+            if by_address {
+                let out = block.into_raw();
+                self.rig.pool.free_raw(out).expect("an address that is out");
+            } else {
+                drop(block);
+            }
+        };
+        if self.bypass { free() } else { quietly(&self.rig.sim, "a free", free) }
     }
 
     /// Writes a block on its own stream, if the stream is in the same capture as the block.
     fn touch(&mut self, bytes: &mut Bytes<'_>) {
-        if self.live.is_empty() {
-            return;
-        }
-        let Live { block, stream, of } = &self.live[usize::from(bytes.u8()) % self.live.len()];
+        let Some(at) = bytes.index(self.live.len()) else { return };
+        let Live { block, stream, of } = &self.live[at];
         if self.capture_of(*stream).map(|open| open.id) == *of
-            && let Ok(used) = block.prepare(&self.streams[*stream], Access::Write)
+            && let Ok(used) = block.prepare(&self.rig.streams[*stream], Access::Write)
         {
-            self.write(block, *stream);
+            access(&self.rig.sim, &self.rig.streams[*stream], block, Access::Write);
             let _ = used.finish();
         }
     }
@@ -412,7 +371,7 @@ impl World {
         if self.live.is_empty() {
             return;
         }
-        let other = self.pick(bytes);
+        let other = self.rig.pick_stream(bytes);
         let Live { block, stream, of } = &self.live[usize::from(bytes.u8()) % self.live.len()];
         let theirs = self.capture_of(other).map(|open| open.id);
         let home = self.capture_of(*stream).map(|open| open.id);
@@ -422,15 +381,15 @@ impl World {
         if theirs != home || !(theirs == within || (theirs.is_none() && over)) {
             return;
         }
-        if let Ok(used) = block.prepare(&self.streams[other], Access::Write) {
-            self.write(block, other);
+        if let Ok(used) = block.prepare(&self.rig.streams[other], Access::Write) {
+            access(&self.rig.sim, &self.rig.streams[other], block, Access::Write);
             let _ = used.finish();
         }
     }
 
     /// Captures a graph with the library in one call.
     fn capture(&mut self, bytes: &mut Bytes<'_>) {
-        let stream = self.pick(bytes);
+        let stream = self.rig.pick_stream(bytes);
         let free = self.capture_of(stream).is_none() && !self.is_served(stream);
         let Some(at) = self.pick_pool(bytes).filter(|_| free) else {
             return;
@@ -443,13 +402,13 @@ impl World {
         let before: u64 = self.live.iter().map(|live| live.block.capacity()).sum();
         // SAFETY: 1. and 2. the work touches blocks of the graph pool only.
         let made = unsafe {
-            graphs.capture(&self.streams[stream], |s| {
+            graphs.capture(&self.rig.streams[stream], |s| {
                 let mut blocks = Vec::new();
                 for &size in &sizes {
-                    let block = self.pool.alloc(s, Request::bytes(size))?;
-                    self.write(&block, stream);
+                    let block = self.rig.pool.alloc(s, Request::bytes(size))?;
+                    access(&self.rig.sim, &self.rig.streams[stream], &block, Access::Write);
                     blocks.push(block);
-                    self.peaks.note(before + blocks.iter().map(Block::capacity).sum::<u64>());
+                    self.rig.peaks.note(before + blocks.iter().map(Block::capacity).sum::<u64>());
                     if blocks.len() > kept {
                         blocks.remove(0);
                     }
@@ -466,31 +425,31 @@ impl World {
     }
 
     fn launch(&mut self, bytes: &mut Bytes<'_>) {
-        let stream = self.pick(bytes);
+        let stream = self.rig.pick_stream(bytes);
         if self.made.is_empty() || self.capture_of(stream).is_some() {
             return;
         }
-        let s = &self.streams[stream];
+        let s = &self.rig.streams[stream];
         match &self.made[usize::from(bytes.u8()) % self.made.len()] {
             Made::Ours(graph) => drop(went(graph.launch(s))),
             Made::Theirs { exec, captured } => {
                 // Other libraries order their launches themselves. A capturing stream cannot be
                 // waited for.
                 let ordered =
-                    self.open.is_empty() && self.streams.iter().all(|u| s.wait_for(u).is_ok());
+                    self.open.is_empty() && self.rig.streams.iter().all(|u| s.wait_for(u).is_ok());
                 if !ordered {
                     return;
                 }
                 // SAFETY: 1. the memory is kept alive. 2. the stream waits for all work queued on
                 // any other.
-                unsafe { self.sim.driver().graph_launch(*exec, s.raw()) }.expect(IDLE);
+                unsafe { self.rig.sim.driver().graph_launch(*exec, s.raw()) }.expect(IDLE);
                 match captured {
                     Some(captured) => captured.launched(s).expect(IDLE),
                     // The pool is not informed, so later work is ordered here.
                     None => {
-                        let after = self.streams.iter().all(|u| u.wait_for(s).is_ok());
+                        let after = self.rig.streams.iter().all(|u| u.wait_for(s).is_ok());
                         if !after {
-                            self.sim.clear_failures();
+                            self.rig.sim.clear_failures();
                             s.synchronize().expect(IDLE);
                         }
                     }
@@ -500,9 +459,7 @@ impl World {
     }
 
     fn drop_graph(&mut self, bytes: &mut Bytes<'_>) {
-        if !self.made.is_empty() {
-            let at = usize::from(bytes.u8()) % self.made.len();
-            let made = self.made.swap_remove(at);
+        if let Some(made) = bytes.take(&mut self.made) {
             self.destroy(made);
         }
     }
@@ -510,67 +467,11 @@ impl World {
     fn destroy(&self, made: Made) {
         if let Made::Theirs { exec, captured } = made {
             // In relaxed mode, as a library that must not invalidate the captures of others.
-            let driver = self.sim.driver();
+            let driver = self.rig.sim.driver();
             let _relaxed = Relaxed::enter(&*driver);
             // SAFETY: 1. it is not launched any more.
             unsafe { driver.graph_exec_destroy(exec) }.expect(IDLE);
             drop(captured);
         }
-    }
-
-    fn check(&self) {
-        let violations = self.sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
-        for open in &self.open {
-            let status = self.streams[open.streams[0]].timeline().capture();
-            assert_eq!(status, Ok(Some(open.id)), "somebody broke a capture");
-        }
-        let stats = self.pool.stats();
-        assert_eq!(stats.physical, self.budget.used(), "what is charged is what is held");
-        let blocks: u64 = self.live.iter().map(|live| live.block.capacity()).sum();
-        assert_eq!(stats.live, blocks, "live bytes");
-        self.peaks.check(&self.pool, &stats, self.streams.len(), (Some(blocks), None));
-        assert!(stats.graphs <= stats.physical, "{stats:?}");
-        let mut ranges: Vec<DeviceRange> =
-            self.live.iter().map(|live| live.block.range()).collect();
-        ranges.sort_unstable_by_key(|range| range.address);
-        assert!(
-            ranges.windows(2).all(|two| two[0].address + two[0].bytes <= two[1].address),
-            "overlap"
-        );
-        for graphs in self.pools.iter().flatten() {
-            let stats = graphs.stats();
-            assert!(stats.live + stats.pending + stats.cached == stats.physical, "{stats:?}");
-        }
-    }
-
-    fn finish(mut self) {
-        self.sim.clear_failures();
-        self.saved = None;
-        self.served.clear();
-        while let Some(open) = self.open.pop() {
-            self.end_one(open, 0);
-        }
-        for made in std::mem::take(&mut self.made) {
-            self.destroy(made);
-        }
-        let Self { sim, budget, pool, streams, pools, live, .. } = self;
-        drop((live, pools));
-        for stream in &streams {
-            stream.synchronize().expect(IDLE);
-        }
-        pool.trim(0).expect(IDLE);
-        let stats = pool.stats();
-        assert_eq!(
-            (stats.live, stats.pending, stats.graphs, stats.physical),
-            (0, 0, 0, 0),
-            "{stats:?}"
-        );
-        assert_eq!(budget.used(), 0, "a charge was lost");
-        drop(pool);
-        drop(streams);
-        let violations = sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
-        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
     }
 }

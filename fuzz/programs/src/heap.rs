@@ -9,12 +9,8 @@ mod shadow;
 use crate::program::{Bytes, MAX_OPS};
 use shadow::{Op, Shadow};
 
-/// Runs the program that `bytes` encodes.
-///
-/// # Panics
-///
-/// If the heap violates an invariant.
-pub fn run(bytes: &[u8]) {
+/// Runs the program that `bytes` encodes. Panics if the heap violates an invariant.
+pub(crate) fn run(bytes: &[u8]) {
     let mut bytes = Bytes::new(bytes);
     let configs = Shadow::configs();
     let config = configs[usize::from(bytes.choice(configs.len() as u8))];

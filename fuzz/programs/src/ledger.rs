@@ -6,7 +6,7 @@
 //! the model again.
 #![expect(clippy::expect_used, reason = "a broken promise is told by a panic")]
 
-use crate::program::{Bytes, MAX_OPS};
+use crate::program::{Bytes, Process, Program};
 use aquifer_ledger::{Ledger, LedgerError, Member, Share, steps::run_inside};
 use std::{
     cell::RefCell,
@@ -51,7 +51,7 @@ struct Modelled {
     limit: u64,
 }
 
-struct World {
+pub(crate) struct World {
     scratch: Scratch,
     file: File,
     len: u64,
@@ -71,7 +71,18 @@ fn head(file: &File) -> [u8; 16] {
     head
 }
 
-impl World {
+impl Program for World {
+    const PROCESS: Process = Process::Any;
+
+    fn open(_: &mut Bytes<'_>) -> Option<Self> {
+        let scratch = Scratch::new();
+        let path = scratch.open().expect("a new folder").path().to_owned();
+        let file = OpenOptions::new().write(true).read(true).open(path).expect("it was created");
+        let len = file.metadata().expect("the file is open").len();
+        let (head, members) = (head(&file), Vec::new());
+        Some(Self { scratch, file, len, members, noisy: false, head, is_damaged: false })
+    }
+
     fn step(&mut self, bytes: &mut Bytes<'_>) {
         match bytes.choice(16) {
             0 | 1 => self.join(bytes),
@@ -88,6 +99,12 @@ impl World {
         }
     }
 
+    fn check(&mut self) {}
+
+    fn finish(self) {}
+}
+
+impl World {
     /// Returns the number of one of the members.
     fn one(&self, bytes: &mut Bytes<'_>) -> usize {
         usize::from(bytes.u8()) % self.members.len()
@@ -240,16 +257,4 @@ impl World {
         let len = self.file.metadata().expect("the file is open").len();
         assert_eq!(len, self.len, "the file has another size");
     }
-}
-
-/// Runs the program that the bytes encode.
-pub fn run(bytes: &[u8]) {
-    let scratch = Scratch::new();
-    let path = scratch.open().expect("a new folder").path().to_owned();
-    let file = OpenOptions::new().write(true).read(true).open(path).expect("it was created");
-    let len = file.metadata().expect("the file is open").len();
-    let (head, members) = (head(&file), Vec::new());
-    let mut world = World { scratch, file, len, members, noisy: false, head, is_damaged: false };
-    let mut bytes = Bytes::new(bytes);
-    bytes.steps(MAX_OPS, |bytes| world.step(bytes));
 }

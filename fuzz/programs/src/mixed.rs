@@ -22,27 +22,31 @@ mod threads;
 
 use crate::{
     pinned::shared_host,
-    program::{Bytes, MAX_OPS, alone},
+    program::{Bytes, Process, Program, alone, steps},
+    rig::{
+        self, App, IDLE, Open, access, assert_apart, assert_empty, assert_silent, assert_within,
+        begin_step, check_peaks,
+    },
 };
 use aquifer_core::{
     Budget, Charge, MemoryError, Result, Tag,
-    budget::{HookRegistration, Levels, Offer, Reclaim, Waiting},
+    budget::{HookRegistration, Levels, Waiting},
 };
 use aquifer_device::{
-    Adoption, Block, DeviceBuffer, DevicePool, Graph, GraphPool, Parkable, PoolConfig, Request,
-    Reserved, StableBlock, Tenant,
+    Adoption, DeviceBuffer, DevicePool, Graph, GraphPool, Parkable, PoolConfig, Request, Reserved,
+    StableBlock, Tenant,
 };
 use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange, Operand,
+    Access, Call, DeviceId, DeviceRange,
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use aquifer_host::{PinnedBuf, PinnedConfig, PinnedPool, Stager, pool, region::retry_stranded};
-use aquifer_stream::{InFlight, Stream, Use};
+use aquifer_stream::{InFlight, Stream};
 use std::{
     future::Future,
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     task::{Context, Poll, Waker},
@@ -52,9 +56,6 @@ use std::{
 const MIB: u64 = 1 << 20;
 /// The memory of each device.
 const CAPACITY: u64 = 64 * MIB;
-/// Accesses are declared for memory that the program holds.
-const OURS: &str = "an access to memory of ours";
-const IDLE: &str = "no fault is left";
 /// The granule of reserved memory in bytes, and the maximum number of granules.
 const STEP: usize = 2 << 20;
 const STEPS: usize = 6;
@@ -117,48 +118,6 @@ struct Lodged {
     content: Option<u8>,
 }
 
-/// A prepared use, with the range that its work will touch.
-struct Open {
-    used: Use,
-    stream: Stream,
-    range: DeviceRange,
-    generation: u64,
-    access: Access,
-}
-
-/// Blocks that an application can evict.
-struct App {
-    blocks: Mutex<Vec<Live>>,
-    cost: Duration,
-}
-
-impl App {
-    fn blocks(&self) -> MutexGuard<'_, Vec<Live>> {
-        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Reclaim for App {
-    fn name(&self) -> &'static str {
-        "an application"
-    }
-
-    fn offer(&self) -> Offer {
-        Offer {
-            bytes: self.blocks().iter().map(|live| live.buffer.block().capacity()).sum(),
-            cost: self.cost,
-        }
-    }
-
-    fn reclaim(&self, bytes: u64, _: Option<Instant>) {
-        let mut gave = 0;
-        while gave < bytes {
-            let Some(live) = self.blocks().pop() else { break };
-            gave += live.buffer.block().capacity();
-        }
-    }
-}
-
 struct World {
     sim: Sim,
     /// Whether the devices keep bytes.
@@ -180,7 +139,7 @@ struct World {
     flights: Vec<InFlight<PinnedBuf<u8>>>,
     waits: Vec<(usize, Waiting)>,
     charges: Vec<(usize, Charge)>,
-    app: Arc<App>,
+    app: Arc<App<Live>>,
     /// How often a level has changed.
     changes: Arc<AtomicU64>,
     registrations: Vec<HookRegistration>,
@@ -194,11 +153,7 @@ struct World {
 }
 
 /// Runs the program that `bytes` encodes.
-///
-/// # Panics
-///
-/// If an invariant is violated, or on a machine whose topology cannot be read.
-pub fn run(bytes: &[u8]) {
+pub(crate) fn run(bytes: &[u8]) {
     let _alone = alone();
     let Some((digest, with_threads)) = run_once(bytes) else { return };
     if !with_threads && digest.is_multiple_of(8) {
@@ -209,11 +164,8 @@ pub fn run(bytes: &[u8]) {
 
 fn run_once(bytes: &[u8]) -> Option<(u64, bool)> {
     let bytes = &mut Bytes::new(bytes);
-    let mut world = World::new(bytes)?;
-    bytes.steps(MAX_OPS, |bytes| {
-        world.step(bytes);
-        world.check();
-    });
+    let mut world = World::open(bytes)?;
+    steps(&mut world, bytes);
     let answers = (world.digest, world.with_threads);
     world.finish();
     Some(answers)
@@ -242,13 +194,10 @@ fn pick<T>(of: &[T], bytes: &mut Bytes<'_>) -> Option<usize> {
     usize::from(bytes.u8()).checked_rem(of.len())
 }
 
-/// Declares work on a block that is ordered with the stream.
-fn access(sim: &Sim, stream: &Stream, block: &Block, access: Access) {
-    sim.access(stream.raw(), block.range(), access, Some(block.generation())).expect(OURS);
-}
+impl Program for World {
+    const PROCESS: Process = Process::Alone;
 
-impl World {
-    fn new(bytes: &mut Bytes<'_>) -> Option<Self> {
+    fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
         let with_threads = bytes.choice(4) == 1;
         let mut config = SimConfig::h200(2);
         if bytes.choice(4) == 1 {
@@ -273,12 +222,11 @@ impl World {
         let budgets = [root, device, engine, other, host];
         let mut open = |device: u32, budget: usize, tenant: &'static str| {
             let mut config = PoolConfig::with_budget(budgets[budget].clone());
-            config.adoption =
-                [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
+            config.adoption = bytes.pick([Adoption::Never, Adoption::DoneOnly, Adoption::Wait]);
             // Without threads, the duration of waits must not affect the program.
             config.wait = if with_threads { Duration::from_micros(300) } else { Duration::ZERO };
             config.slack = if bytes.choice(4) == 0 { 6 } else { 17 };
-            config.handle_bytes = [0, 4 << 20][usize::from(bytes.choice(2))];
+            config.handle_bytes = bytes.pick([0, 4 << 20]);
             let pool = DevicePool::open(sim.driver(), DeviceId(device), config).expect(IDLE);
             let streams = (0..2).map(|_| pool.stream().expect(IDLE)).collect();
             let share = tenants.child(tenant, (u64::from(bytes.choice(16)) + 1) << 20);
@@ -296,10 +244,8 @@ impl World {
         let stager = with_threads.then(|| threads::stager(&shared, &pinned, &owners[0].pool));
         let parkable = owners[0].pool.parkable(Tag::named("mixed cache")).expect(IDLE);
         let graph_pool = Some(owners[0].pool.graph_pool().expect(IDLE));
-        let app = Arc::new(App {
-            blocks: Mutex::default(),
-            cost: Duration::from_micros(u64::from(bytes.u16())),
-        });
+        let cost = Duration::from_micros(u64::from(bytes.u16()));
+        let app = Arc::new(App::new(cost, |live: &Live| live.buffer.block().capacity()));
         let changes = Arc::new(AtomicU64::new(0));
         let seen = Arc::clone(&changes);
         let registrations = vec![
@@ -340,22 +286,8 @@ impl World {
         })
     }
 
-    /// Adds a result to the hash, which must be equal in another run of the same bytes.
-    fn answered(&mut self, what: u64) {
-        self.digest = (self.digest.rotate_left(5) ^ what).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    }
-
-    /// Adds an address to the hash. On devices that keep bytes it depends on the system, so it is
-    /// left out.
-    fn placed(&mut self, address: u64) {
-        self.answered(if self.keeps { 0 } else { address });
-    }
-
     fn step(&mut self, bytes: &mut Bytes<'_>) {
-        for (most, budget) in self.most.iter_mut().zip(&self.budgets) {
-            *most = budget.limit().max(budget.used());
-            budget.reset_peak();
-        }
+        begin_step(&mut self.most, &self.budgets);
         match bytes.choice(48) {
             0..=8 => self.alloc(bytes),
             9..=14 => self.free(bytes),
@@ -389,13 +321,87 @@ impl World {
         self.answered(self.budgets[ROOT].used() ^ changes);
     }
 
+    fn check(&mut self) {
+        assert_silent(&self.sim);
+        self.check_budgets();
+        self.check_accounts();
+        self.check_ranges();
+    }
+
+    fn finish(mut self) {
+        self.sim.clear_failures();
+        self.waits.clear();
+        self.charges.clear();
+        self.app.blocks().clear();
+        for budget in &self.budgets {
+            budget.set_limit(4 * CAPACITY);
+        }
+        self.most = [4 * CAPACITY; 5];
+        while let Some(open) = self.open.pop() {
+            let _ = open.work(&self.sim);
+        }
+        self.owners.iter().for_each(|owner| owner.pool.trim(0).map(drop).expect(IDLE));
+        self.owners[0].pool.resume(self.parkable.tag(), None).expect("all of the device's memory");
+        self.check();
+        for Live { buffer, owner, content, .. } in &self.live {
+            self.compare(buffer, *content, &self.owners[*owner].streams[0]);
+        }
+        for Lodged { buffer, content } in &self.lodged {
+            self.compare(buffer, *content, &self.owners[0].streams[0]);
+        }
+        for flight in self.flights.drain(..) {
+            flight.wait().expect(IDLE);
+        }
+        let Self { sim, budgets, owners, pinned, buffers, stager, app, registrations, .. } = self;
+        let (live, stable, rooms, lodged) = (self.live, self.stable, self.rooms, self.lodged);
+        drop((live, stable, rooms, lodged, self.graphs, self.graph_pool, self.parkable, buffers));
+        drop((stager, registrations, app));
+        for Owner { pool, streams, tenant, .. } in &owners {
+            streams.iter().for_each(|stream| stream.synchronize().expect(IDLE));
+            sim.run_all();
+            assert_empty(pool);
+            assert_eq!(tenant.live(), 0, "a tenant's bytes were lost");
+        }
+        drop((owners, pinned));
+        let patience = Instant::now() + threads::PATIENCE;
+        loop {
+            pool::sweep();
+            let (stranded, left) = (retry_stranded(), sim.outstanding());
+            // Another program of this process may have stranded memory, which is not counted here.
+            if left.is_empty() && budgets[ROOT].used() == 0 {
+                break;
+            }
+            assert!(
+                Instant::now() < patience,
+                "{} charged, {stranded} stranded, {left}",
+                budgets[ROOT].used()
+            );
+            std::thread::yield_now();
+        }
+        assert_eq!(budgets.each_ref().map(Budget::used), [0; 5], "a charge was lost");
+        assert_silent(&sim);
+    }
+}
+
+impl World {
+    /// Adds a result to the hash, which must be equal in another run of the same bytes.
+    fn answered(&mut self, what: u64) {
+        self.digest = (self.digest.rotate_left(5) ^ what).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    /// Adds an address to the hash. On devices that keep bytes it depends on the system, so it is
+    /// left out.
+    fn placed(&mut self, address: u64) {
+        self.answered(if self.keeps { 0 } else { address });
+    }
+
     fn pick_owner(bytes: &mut Bytes<'_>) -> usize {
         usize::from(bytes.choice(3))
     }
 
     fn pick_stream(&self, owner: usize, bytes: &mut Bytes<'_>) -> Stream {
         let streams = &self.owners[owner].streams;
-        streams[usize::from(bytes.choice(streams.len() as u8))].clone()
+        streams[bytes.below(streams.len())].clone()
     }
 
     /// Returns a size up to 16 MiB, small in most cases.
@@ -447,7 +453,7 @@ impl World {
     fn touch(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = pick(&self.live, bytes) else { return };
         let stream = self.pick_stream(self.live[at].owner, bytes);
-        let kind = [Access::Read, Access::ReadWrite][usize::from(bytes.choice(2))];
+        let kind = bytes.pick([Access::Read, Access::ReadWrite]);
         let Live { buffer, content, .. } = &mut self.live[at];
         let block = buffer.block();
         if let Some(used) = went(block.prepare(&stream, kind)) {
@@ -498,37 +504,25 @@ impl World {
     fn prepare(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = pick(&self.live, bytes) else { return };
         let stream = self.pick_stream(self.live[at].owner, bytes);
-        let access = [Access::Read, Access::Write, Access::ReadWrite][usize::from(bytes.choice(3))];
+        let access = bytes.pick([Access::Read, Access::Write, Access::ReadWrite]);
         let Live { buffer, content, .. } = &mut self.live[at];
         let block = buffer.block();
         if let Some(used) = went(block.prepare(&stream, access)) {
             if access.writes() {
                 *content = None;
             }
-            let (range, generation) = (block.range(), block.generation());
-            self.open.push(Open { used, stream, range, generation, access });
+            self.open.push(Open::of(used, block, &stream, access));
         }
     }
 
     fn finish_one(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = pick(&self.open, bytes) else { return };
-        let open = self.open.swap_remove(at);
-        if bytes.flag() { self.work(open) } else { open.used.abort() }
-    }
-
-    fn work(&self, Open { used, stream, range, generation, access }: Open) {
-        self.sim.access(stream.raw(), range, access, Some(generation)).expect(OURS);
-        let _ = used.finish();
+        self.open.swap_remove(at).end(&self.sim, bytes);
     }
 
     fn trim(&self, bytes: &mut Bytes<'_>) {
         let pool = &self.owners[Self::pick_owner(bytes)].pool;
-        let before = pool.stats();
-        if pool.trim(u64::from(bytes.u8()) << 18).is_ok() {
-            let after = pool.stats();
-            assert_eq!(before.live, after.live, "a trim took live memory");
-            assert!(after.physical <= before.physical, "a trim took memory");
-        }
+        rig::trim(pool, u64::from(bytes.u8()) << 18);
         if bytes.choice(4) == 0 {
             let _ = self.pinned.trim(usize::from(bytes.choice(4)) << 20);
         }
@@ -541,7 +535,7 @@ impl World {
             return self.sim.clear_failures();
         }
         for _ in 0..1 + how % 2 {
-            let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
+            let call = bytes.pick(FAULTS);
             let (nth, code) = (u64::from(bytes.choice(6)) + 1, if bytes.flag() { 2 } else { 999 });
             self.faulty_host |= call == Call::HostRegister;
             if how == 6 {
@@ -555,12 +549,7 @@ impl World {
     /// Runs one item of a stream, or waits for all of them.
     fn go_on(&self, bytes: &mut Bytes<'_>) {
         let stream = self.pick_stream(Self::pick_owner(bytes), bytes);
-        if bytes.flag() {
-            self.sim.step(stream.raw());
-        } else {
-            // A planned fault may hit it.
-            let _ = stream.synchronize();
-        }
+        rig::go_on(&self.sim, &stream, bytes);
     }
 
     /// Sets a limit to any value or slightly above the used bytes, or shrinks a budget to it.
@@ -603,8 +592,7 @@ impl World {
         let owner = &mut self.owners[Self::pick_owner(bytes)];
         let isolated = bytes.choice(8) == 0;
         if owner.streams.len() > 1 && bytes.flag() {
-            let which = usize::from(bytes.u8()) % owner.streams.len();
-            owner.streams.swap_remove(which);
+            bytes.take(&mut owner.streams);
         } else if owner.streams.len() < 4 {
             let stream =
                 if isolated { owner.pool.streams().lease_isolated() } else { owner.pool.stream() };
@@ -615,7 +603,7 @@ impl World {
     fn pin(&mut self, bytes: &mut Bytes<'_>) {
         let size = (usize::from(bytes.u8()) + 1) << 11;
         if bytes.flag() && !self.buffers.is_empty() {
-            self.buffers.swap_remove(usize::from(bytes.u8()) % self.buffers.len());
+            bytes.take(&mut self.buffers);
         } else if self.buffers.len() < 24 {
             self.buffers.extend(went(self.pinned.buffer::<u8>(size)));
         }
@@ -713,14 +701,6 @@ impl World {
         self.answered(gone);
     }
 
-    fn check(&self) {
-        let violations = self.sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
-        self.check_budgets();
-        self.check_accounts();
-        self.check_ranges();
-    }
-
     fn check_budgets(&self) {
         let [a, b, c] = self.owners.each_ref().map(|owner| owner.pool.stats().physical);
         let pinned = self.pinned.stats().memory.physical;
@@ -739,17 +719,10 @@ impl World {
             // charged in addition.
             let more = !self.waits.is_empty() || self.faulty_host && (at == ROOT || at == HOST);
             assert!(used == held || more && used > held, "{used} charged, {held} held: {budget:?}");
-            assert!(
-                budget.peak() <= self.most[at],
-                "{} above the limit: {budget:?}",
-                budget.peak() - self.most[at]
-            );
-            assert_eq!(budget.panics(), 0);
         }
+        check_peaks(&self.most, &self.budgets);
         for device in [0, 1] {
-            let memory =
-                self.sim.driver().memory_info(DeviceId(device)).expect("an idle device tells");
-            let missing = memory.total - memory.free;
+            let missing = rig::missing(&self.sim, DeviceId(device));
             let held = if device == 0 { a + b } else { c };
             // Without mappings the driver rounds allocations up.
             let exact = self.owners[2 * device as usize].pool.info().virtual_memory;
@@ -777,10 +750,7 @@ impl World {
                 blocks + stable + rooms + lodged,
                 "live bytes of pool {at}: {stats:?}"
             );
-            assert!(
-                stats.live + stats.cached + stats.pending <= stats.physical,
-                "more than is held: {stats:?}"
-            );
+            assert_within(&stats);
             let of_tenant = mine().filter(|live| live.of_tenant);
             let of_tenant: u64 = of_tenant.map(|live| live.buffer.block().bytes()).sum();
             assert_eq!(tenant.live(), of_tenant, "live bytes of a tenant");
@@ -797,77 +767,11 @@ impl World {
         let blocks = self.live.iter().chain(evictable.iter()).map(|live| live.buffer.block());
         let stable = self.stable.iter().map(|stable| stable.block.block());
         let lodged = self.lodged.iter().map(|lodged| lodged.buffer.block());
-        let mut ranges: Vec<(u32, u64, u64)> = blocks
-            .chain(stable)
-            .chain(lodged)
-            .map(|block| (block.device().0, block.address(), block.capacity()))
-            .chain(
-                self.rooms
-                    .iter()
-                    .map(|(room, _)| (room.device().0, room.address(), (STEP * STEPS) as u64)),
-            )
-            .collect();
-        ranges.sort_unstable();
-        let apart =
-            |two: &[(u32, u64, u64)]| two[0].0 != two[1].0 || two[0].1 + two[0].2 <= two[1].1;
-        assert!(ranges.windows(2).all(apart), "two live blocks overlap");
-    }
-
-    fn finish(mut self) {
-        self.sim.clear_failures();
-        self.waits.clear();
-        self.charges.clear();
-        self.app.blocks().clear();
-        for budget in &self.budgets {
-            budget.set_limit(4 * CAPACITY);
-        }
-        self.most = [4 * CAPACITY; 5];
-        while let Some(open) = self.open.pop() {
-            self.work(open);
-        }
-        self.owners.iter().for_each(|owner| owner.pool.trim(0).map(drop).expect(IDLE));
-        self.owners[0].pool.resume(self.parkable.tag(), None).expect("all of the device's memory");
-        self.check();
-        for Live { buffer, owner, content, .. } in &self.live {
-            self.compare(buffer, *content, &self.owners[*owner].streams[0]);
-        }
-        for Lodged { buffer, content } in &self.lodged {
-            self.compare(buffer, *content, &self.owners[0].streams[0]);
-        }
-        for flight in self.flights.drain(..) {
-            flight.wait().expect(IDLE);
-        }
-        let Self { sim, budgets, owners, pinned, buffers, stager, app, registrations, .. } = self;
-        let (live, stable, rooms, lodged) = (self.live, self.stable, self.rooms, self.lodged);
-        drop((live, stable, rooms, lodged, self.graphs, self.graph_pool, self.parkable, buffers));
-        drop((stager, registrations, app));
-        for Owner { pool, streams, tenant, .. } in &owners {
-            streams.iter().for_each(|stream| stream.synchronize().expect(IDLE));
-            sim.run_all();
-            pool.trim(0).expect(IDLE);
-            let stats = pool.stats();
-            let left = (stats.live, stats.pending, stats.cached, stats.graphs, stats.physical);
-            assert_eq!(left, (0, 0, 0, 0, 0), "{stats:?}");
-            assert_eq!(tenant.live(), 0, "a tenant's bytes were lost");
-        }
-        drop((owners, pinned));
-        let patience = Instant::now() + threads::PATIENCE;
-        loop {
-            pool::sweep();
-            let (stranded, left) = (retry_stranded(), sim.outstanding());
-            // Another program of this process may have stranded memory, which is not counted here.
-            if left.is_empty() && budgets[ROOT].used() == 0 {
-                break;
-            }
-            assert!(
-                Instant::now() < patience,
-                "{} charged, {stranded} stranded, {left}",
-                budgets[ROOT].used()
-            );
-            std::thread::yield_now();
-        }
-        assert_eq!(budgets.each_ref().map(Budget::used), [0; 5], "a charge was lost");
-        let violations = sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
+        let blocks = blocks.chain(stable).chain(lodged);
+        let blocks = blocks.map(|block| (block.device(), block.address(), block.capacity()));
+        let rooms = self.rooms.iter();
+        let rooms = rooms.map(|(room, _)| (room.device(), room.address(), (STEP * STEPS) as u64));
+        let all = blocks.chain(rooms);
+        assert_apart(all.map(|(device, address, bytes)| DeviceRange { device, address, bytes }));
     }
 }

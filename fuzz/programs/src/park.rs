@@ -10,24 +10,16 @@
 #![expect(unsafe_code, reason = "parks memory that nobody is about to use")]
 
 use crate::{
-    peaks::TruePeaks,
-    program::{Bytes, MAX_OPS, not_beside_alone},
-    rig::{Rig, went},
+    program::{Bytes, Process, Program, not_beside_alone, steps},
+    rig::{IDLE, Open, Rig, assert_apart, missing, quietly, simulated, trim, went},
 };
 use allocator_api2::alloc::Global;
 use aquifer_core::{Budget, MemoryError, Tag};
-use aquifer_device::{
-    Block, DeviceBuffer, DevicePool, Graph, GraphPool, Park, Parkable, PoolConfig, Request,
-};
-use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange, Operand,
-    sim::{Sim, SimConfig},
-};
-use aquifer_stream::Use;
+use aquifer_device::{Block, DeviceBuffer, Graph, GraphPool, Park, Parkable, PoolConfig, Request};
+use aquifer_driver::{Access, Call, DeviceId, DeviceRange, Operand};
+use aquifer_stream::Stream;
 use std::time::Duration;
 
-/// Accesses are declared for memory that the program holds, on streams of an idle device.
-const OURS: &str = "an access to memory of ours";
 /// The device's memory.
 const CAPACITY: u64 = 64 << 20;
 /// Calls that may fail during a program, of those that can be retried.
@@ -55,16 +47,6 @@ struct Lodged {
     range: DeviceRange,
     /// `None` if unknown.
     content: Option<u8>,
-}
-
-/// A prepared use, with the range that its work will touch.
-struct Open {
-    used: Use,
-    of: usize,
-    stream: usize,
-    range: DeviceRange,
-    generation: u64,
-    access: Access,
 }
 
 /// A graph that fills its output. Its memory is of the first tag.
@@ -103,60 +85,42 @@ struct World {
     parkable: Vec<Parkable>,
     lodged: Vec<Lodged>,
     ordinary: Vec<Block>,
-    open: Vec<Open>,
+    /// Prepared uses, each of memory of a tag.
+    open: Vec<(usize, Open)>,
     captured: Option<Captured>,
     /// How many parks and resumes of live blocks succeeded.
     done: (usize, usize),
-    peaks: TruePeaks,
 }
 
 /// Runs the program that `bytes` encodes. Returns how many parks and resumes of live blocks it had.
-///
-/// # Panics
-/// If an invariant is violated.
 pub fn run(bytes: &[u8]) -> (usize, usize) {
     let _not_beside_alone = not_beside_alone();
     let mut bytes = Bytes::new(bytes);
-    let mut world = World::new(&mut bytes);
-    bytes.steps(MAX_OPS, |bytes| {
-        world.step(bytes);
-        world.check();
-    });
-    world.finish()
+    let Some(mut world) = World::open(&mut bytes) else { return (0, 0) };
+    steps(&mut world, &mut bytes);
+    let done = world.done;
+    world.finish();
+    done
 }
 
-impl World {
-    fn new(bytes: &mut Bytes<'_>) -> Self {
+impl Program for World {
+    const PROCESS: Process = Process::Shared;
+
+    fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
         let keeps = bytes.choice(4) == 0;
-        let sim = Sim::new(SimConfig::h200(1)).capacity(CAPACITY);
+        let sim = simulated(true).capacity(CAPACITY);
         let sim = if keeps { sim } else { sim.symbolic() };
         let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim };
         let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(50)) + 4) << 20);
-        let mut config = PoolConfig::with_budget(budget.clone());
+        let mut config = PoolConfig::with_budget(budget);
         config.wait = Duration::from_micros(300);
         config.handle_bytes = if bytes.flag() { 4 << 20 } else { 0 };
-        let pool = DevicePool::open(sim.driver(), DeviceId(0), config)
-            .expect("a pool opens on an idle device");
-        let streams = (0..3).map(|_| pool.stream().expect("a stream of an idle device")).collect();
+        let rig = Rig::open(sim, config, 3);
         let tags = [Tag::named("fuzzed weights"), Tag::named("fuzzed cache")];
-        let parkable = tags
-            .iter()
-            .map(|&tag| pool.parkable(tag).expect("addresses of an idle device"))
-            .collect();
+        let parkable = tags.map(|tag| rig.pool.parkable(tag).expect(IDLE)).into();
         let (lodged, ordinary, open) = (Vec::new(), Vec::new(), Vec::new());
-        let rig = Rig { sim, budget, pool, streams };
         let captured = if bytes.flag() { went(Captured::new(&rig, tags[0])) } else { None };
-        Self {
-            rig,
-            keeps,
-            parkable,
-            lodged,
-            ordinary,
-            open,
-            captured,
-            done: (0, 0),
-            peaks: TruePeaks::default(),
-        }
+        Some(Self { rig, keeps, parkable, lodged, ordinary, open, captured, done: (0, 0) })
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -169,8 +133,8 @@ impl World {
             15 | 16 => self.park(bytes),
             17 | 18 => self.resume(bytes),
             19 => self.ordinary(bytes),
-            20 => self.rig.trim(bytes),
-            21 => self.rig.fail_one(bytes, &FAULTS),
+            20 => trim(&self.rig.pool, u64::from(bytes.u8()) << 18),
+            21 => self.rig.fail_one(bytes, FAULTS),
             22 => self.rig.go_on(bytes),
             23 | 24 => self.undo(bytes),
             25 => self.resume_both(),
@@ -179,6 +143,46 @@ impl World {
         }
     }
 
+    fn check(&mut self) {
+        let outputs = self.captured.iter().map(|captured| captured.out.range().bytes);
+        let blocks = self.lodged.len() + self.ordinary.len() + outputs.clone().count();
+        let awake = self.lodged.iter().filter(|lodged| !self.parkable[lodged.of].is_parked());
+        let ordinary: u64 = self.ordinary.iter().map(Block::bytes).sum();
+        let awake: u64 = awake.map(|lodged| lodged.range.bytes).sum();
+        let outputs: u64 = if self.parkable[0].is_parked() { 0 } else { outputs.sum() };
+        let requested = awake + ordinary + outputs;
+        let stats = self.rig.check(None, Some(requested));
+        let missing = missing(&self.rig.sim, DeviceId(0));
+        assert_eq!(missing, stats.physical, "what is held is what the device misses");
+        assert_eq!(stats.blocks, blocks as u64);
+        for (of, parkable) in self.parkable.iter().enumerate() {
+            assert_eq!(self.rig.pool.parkable_bytes(parkable.tag()), self.holdings(of).2);
+        }
+        for parkable in &self.parkable {
+            let own = parkable.stats();
+            assert_eq!(own.live + own.cached + own.pending, own.physical, "{own:?}");
+        }
+    }
+
+    fn finish(mut self) {
+        self.rig.sim.clear_failures();
+        self.rig.budget.set_limit(CAPACITY);
+        self.ordinary.clear();
+        self.open.drain(..).for_each(|(_, open)| open.used.abort());
+        for of in 0..self.parkable.len() {
+            self.rig.pool.trim(0).expect(IDLE);
+            let resumed = self.rig.pool.resume(self.parkable[of].tag(), None);
+            resumed.expect("all of the device's memory");
+            self.compare(of);
+        }
+        self.check();
+        // The order of these drops must not matter.
+        drop((self.parkable, self.captured, self.lodged));
+        self.rig.finish();
+    }
+}
+
+impl World {
     fn pick_lodged(&self, bytes: &mut Bytes<'_>) -> Option<usize> {
         usize::from(bytes.u8()).checked_rem(self.lodged.len())
     }
@@ -195,21 +199,15 @@ impl World {
         if let Some(buffer) = went(made) {
             let (range, generation) = (buffer.range(), buffer.block().generation());
             assert!(range.bytes == len as u64, "a short block");
-            let apart = |other: &Lodged| {
-                other.range.address + other.range.bytes <= range.address
-                    || range.address + range.bytes <= other.range.address
-            };
-            assert!(self.lodged.iter().all(apart), "two live blocks share bytes");
             self.lodged.push(Lodged { buffer, generation, of, stream, range, content: None });
+            assert_apart(self.lodged.iter().map(|lodged| lodged.range));
         }
     }
 
     fn free(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = self.pick_lodged(bytes) else { return };
         let lodged = self.lodged.swap_remove(at);
-        let before = self.rig.sim.driver().calls().made();
-        drop(lodged);
-        assert_eq!(before, self.rig.sim.driver().calls().made(), "a free called the driver");
+        quietly(&self.rig.sim, "a free", || drop(lodged));
     }
 
     /// Fills a block on its own stream or on another.
@@ -237,13 +235,12 @@ impl World {
         let Some(at) = self.pick_lodged(bytes) else { return };
         let stream = self.rig.pick_stream(bytes);
         let access = if bytes.flag() { Access::ReadWrite } else { Access::Read };
-        let Lodged { buffer, generation, of, range, .. } = &self.lodged[at];
+        let (stream, Lodged { buffer, of, .. }) = (&self.rig.streams[stream], &self.lodged[at]);
         let parked = self.parkable[*of].is_parked();
-        match buffer.block().prepare(&self.rig.streams[stream], access) {
+        match buffer.block().prepare(stream, access) {
             Ok(used) => {
                 assert!(!parked, "a use of parked memory was prepared");
-                let (of, range, generation) = (*of, *range, *generation);
-                self.open.push(Open { used, of, stream, range, generation, access });
+                self.open.push((*of, Open::of(used, buffer.block(), stream, access)));
             }
             Err(MemoryError::Parked { .. }) => assert!(parked),
             Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => assert!(!parked),
@@ -253,22 +250,15 @@ impl World {
 
     /// Ends a prepared use, with or without work.
     fn finish_one(&mut self, bytes: &mut Bytes<'_>) {
-        if self.open.is_empty() {
-            return;
-        }
-        let Open { used, stream, range, generation, access, .. } =
-            self.open.swap_remove(usize::from(bytes.u8()) % self.open.len());
+        let Some((_, open)) = bytes.take(&mut self.open) else { return };
         if bytes.flag() {
-            return used.abort();
+            return open.used.abort();
         }
-        let raw = self.rig.streams[stream].raw();
-        self.rig.sim.access(raw, range, access, Some(generation)).expect(OURS);
-        if access.writes() {
-            for lodged in self.lodged.iter_mut().filter(|lodged| lodged.generation == generation) {
-                lodged.content = None;
-            }
+        let written = open.access.writes().then_some(open.generation);
+        for lodged in self.lodged.iter_mut().filter(|lodged| Some(lodged.generation) == written) {
+            lodged.content = None;
         }
-        used.finish().expect("no stream that is fenced at once");
+        open.work(&self.rig.sim).expect("no stream that is fenced at once");
     }
 
     /// Returns the graph, if its memory is of this tag.
@@ -354,7 +344,7 @@ impl World {
         // SAFETY: 1. and 2. only one thread runs here, and it queues all work at once, except for
         // prepared uses.
         let answer = unsafe { self.rig.pool.park(tag, how) };
-        let open = self.open.iter().any(|open| open.of == of);
+        let open = self.open.iter().any(|(tag, _)| *tag == of);
         let (live, live_bytes, physical) = before;
         match answer {
             Ok(report) => {
@@ -403,8 +393,7 @@ impl World {
 
     fn ordinary(&mut self, bytes: &mut Bytes<'_>) {
         if bytes.flag() && !self.ordinary.is_empty() {
-            drop(self.ordinary.swap_remove(usize::from(bytes.u8()) % self.ordinary.len()));
-            return;
+            return drop(bytes.take(&mut self.ordinary));
         }
         let stream = self.rig.pick_stream(bytes);
         let request = Request::bytes(u64::from(bytes.u16()) << 7 | 1);
@@ -417,81 +406,21 @@ impl World {
             return;
         }
         if let Some(Captured { out, is_filled: true, .. }) = self.captured_of(of) {
-            let mut back = vec![!WRITTEN; out.len()];
-            let copied = self.rig.streams[0].scope(|c| c.download(out, &mut back));
-            match copied.and_then(|copied| copied) {
-                Ok(()) => assert!(back.iter().all(|&there| there == WRITTEN), "not the output"),
-                Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => {}
-                Err(other) => panic!("{other:?}"),
-            }
+            compare(out, WRITTEN, &self.rig.streams[0]);
         }
-        for Lodged { buffer, stream, content, .. } in
-            self.lodged.iter().filter(|lodged| lodged.of == of)
-        {
-            let Some(byte) = content else { continue };
-            let mut back = vec![!byte; buffer.len()];
-            let copied = self.rig.streams[*stream]
-                .scope(|c| c.download(buffer, &mut back))
-                .and_then(|copied| copied);
-            match copied {
-                Ok(()) => assert!(back.iter().all(|there| there == byte), "not what was written"),
-                Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => {}
-                Err(other) => panic!("{other:?}"),
+        for lodged in self.lodged.iter().filter(|lodged| lodged.of == of) {
+            if let Some(byte) = lodged.content {
+                compare(&lodged.buffer, byte, &self.rig.streams[lodged.stream]);
             }
         }
     }
+}
 
-    fn check(&self) {
-        let violations = self.rig.sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
-        let stats = self.rig.pool.stats();
-        assert_eq!(stats.physical, self.rig.budget.used(), "what is held is what is charged");
-        let left = self.rig.sim.driver().memory_info(DeviceId(0)).expect("an idle device").free;
-        assert_eq!(left + stats.physical, CAPACITY, "what is held is what the device misses");
-        let outputs = self.captured.iter().map(|captured| captured.out.range().bytes);
-        let blocks = self.lodged.len() + self.ordinary.len() + outputs.clone().count();
-        assert_eq!(stats.blocks, blocks as u64);
-        let awake = self.lodged.iter().filter(|lodged| !self.parkable[lodged.of].is_parked());
-        let ordinary: u64 = self.ordinary.iter().map(Block::bytes).sum();
-        let awake: u64 = awake.map(|lodged| lodged.range.bytes).sum();
-        let outputs: u64 = if self.parkable[0].is_parked() { 0 } else { outputs.sum() };
-        let requested = awake + ordinary + outputs;
-        assert_eq!(stats.requested, requested);
-        for (of, parkable) in self.parkable.iter().enumerate() {
-            assert_eq!(self.rig.pool.parkable_bytes(parkable.tag()), self.holdings(of).2);
-        }
-        let Rig { pool, streams, .. } = &self.rig;
-        self.peaks.check(pool, &stats, streams.len(), (None, Some(requested)));
-        for parkable in &self.parkable {
-            let own = parkable.stats();
-            assert_eq!(own.live + own.cached + own.pending, own.physical, "{own:?}");
-        }
-    }
-
-    fn finish(mut self) -> (usize, usize) {
-        self.rig.sim.clear_failures();
-        self.rig.budget.set_limit(CAPACITY);
-        self.ordinary.clear();
-        self.open.drain(..).for_each(|open| open.used.abort());
-        for of in 0..self.parkable.len() {
-            self.rig.pool.trim(0).expect("an idle device");
-            self.rig
-                .pool
-                .resume(self.parkable[of].tag(), None)
-                .expect("all of the device's memory");
-            self.compare(of);
-        }
-        self.check();
-        // The order of these drops must not matter.
-        let (Rig { sim, budget, pool, streams }, done) = (self.rig, self.done);
-        drop((self.parkable, self.captured, self.lodged));
-        streams.iter().for_each(|stream| stream.synchronize().expect("an idle device"));
-        pool.trim(0).expect("an idle device");
-        assert_eq!((pool.stats().physical, budget.used()), (0, 0), "something is left");
-        drop((streams, pool));
-        assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
-        let violations = sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
-        done
+fn compare(buffer: &DeviceBuffer<u8>, byte: u8, stream: &Stream) {
+    let mut back = vec![!byte; buffer.len()];
+    match stream.scope(|c| c.download(buffer, &mut back)).and_then(|copied| copied) {
+        Ok(()) => assert!(back.iter().all(|&there| there == byte), "not what was written"),
+        Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => {}
+        Err(other) => panic!("{other:?}"),
     }
 }

@@ -16,7 +16,11 @@
 #![expect(unsafe_code, reason = "calls the allocator trait, queues copies, and looks into blocks")]
 #![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
-use crate::program::{Bytes, MAX_OPS, alone};
+use crate::{
+    arena::books::Latch,
+    program::{Bytes, Process, Program},
+    rig::assert_silent,
+};
 use allocator_api2::alloc::Allocator;
 use aquifer_core::{Budget, DeferReuse, Gate, Result};
 use aquifer_driver::{Call, DeviceId, Driver, RawEvent, RawStream, sim::Sim};
@@ -33,7 +37,6 @@ use std::{
     ptr::NonNull,
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, Sender, channel},
     },
     thread::{self, JoinHandle},
@@ -46,24 +49,6 @@ const MAX_BLOCKS: usize = 48;
 const OWNERS: usize = 3;
 const LIMIT: u64 = 24 << 20;
 const GPU: DeviceId = DeviceId(0);
-
-/// Runs the program that `bytes` encodes.
-///
-/// # Panics
-///
-/// If the pool violates an invariant.
-pub fn run(bytes: &[u8]) {
-    let _alone = alone();
-    // A program before this one may have lost a device, whose memory stays for good.
-    let stranded_before = retry_stranded();
-    let mut bytes = Bytes::new(bytes);
-    let Some(mut machine) = Machine::new(&mut bytes) else { return };
-    bytes.steps(MAX_OPS, |bytes| {
-        machine.step(bytes);
-        machine.check();
-    });
-    machine.finish(stranded_before);
-}
 
 /// Returns the host that all programs share. Reading it and starting its workers would take most of
 /// a short program's time.
@@ -127,7 +112,9 @@ struct At(NonNull<u8>);
 // SAFETY: 1. the program waits while the other thread uses it.
 unsafe impl Send for At {}
 
-struct Machine {
+pub(crate) struct Machine {
+    /// What a program before this one has left. It may have lost a device, whose memory stays.
+    stranded_before: u64,
     workers: Vec<Worker>,
     /// The block that was freed last without a closed gate: its address, its owner and its
     /// allocator.
@@ -168,19 +155,6 @@ struct Block {
     /// Its owner. If the allocator is open, the pool is the owner's present one.
     owner: usize,
     gates: Vec<Arc<dyn Gate>>,
-}
-
-/// A gate that the program opens.
-#[derive(Debug, Default)]
-struct Latch(AtomicBool);
-
-impl Gate for Latch {
-    fn is_open(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
-    fn wait(&self, _deadline: Option<Instant>) -> Result<bool> {
-        Ok(self.is_open())
-    }
 }
 
 /// A gate that opens when a copy is complete.
@@ -247,8 +221,11 @@ impl Block {
     }
 }
 
-impl Machine {
-    fn new(bytes: &mut Bytes<'_>) -> Option<Self> {
+impl Program for Machine {
+    const PROCESS: Process = Process::Alone;
+
+    fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
+        let stranded_before = retry_stranded();
         let shared = shared_host();
         let sim = Sim::h200(1).symbolic().stepped();
         let driver = sim.driver();
@@ -259,6 +236,7 @@ impl Machine {
         host.kernel = Kernel::with_faults(faults.clone());
         let budget = Budget::new("fuzz", LIMIT);
         let mut machine = Self {
+            stranded_before,
             workers: (0..THREADS).map(|_| Worker::start()).collect(),
             freed: None,
             sim,
@@ -278,13 +256,102 @@ impl Machine {
             next: 1,
         };
         for _ in 0..OWNERS {
-            let owner = machine.open(bytes.u8())?;
+            let owner = machine.open_pool(bytes.u8())?;
             machine.pools.push(owner);
         }
         Some(machine)
     }
 
-    fn open(&self, settings: u8) -> Option<Owner> {
+    fn step(&mut self, bytes: &mut Bytes<'_>) {
+        match bytes.choice(23) {
+            20 => {
+                // Ends a thread and starts another one.
+                let which = bytes.below(THREADS);
+                self.workers[which] = Worker::start();
+            }
+            21 => {
+                let owner = bytes.below(OWNERS);
+                let _grown = self.pools[owner].pool.quiet_point();
+            }
+            22 => self.batch(bytes),
+            0..=5 => self.allocate(bytes),
+            6..=8 => self.free(bytes),
+            9 | 10 => self.resize(bytes),
+            11 | 12 => self.copy(bytes),
+            13 => self.latch(bytes),
+            14 => self.open_gates(bytes),
+            15 => self.plan_fault(bytes),
+            16 => self.trim(bytes),
+            17 => self.free_wrongly(bytes),
+            18 => self.replace_pool(bytes),
+            _ => {
+                let owner = bytes.below(OWNERS);
+                let _warmed = self.pools[owner].pool.warm(usize::from(bytes.choice(8)) << 20);
+            }
+        }
+    }
+
+    fn check(&mut self) {
+        self.pending.retain(Block::is_held_back);
+        self.blocks.iter().chain(&self.pending).for_each(Block::check);
+        let mut physical = 0;
+        for (owner, Owner { pool, refused }) in self.pools.iter().enumerate() {
+            assert!(pool.is_consistent(), "the books of owner {owner} disagree");
+            let stats = pool.stats();
+            let mine = || self.blocks.iter().filter(|b| b.owner == owner && b.allocator.is_open());
+            assert_eq!(stats.memory.blocks, mine().count() as u64);
+            assert_eq!(
+                stats.memory.requested,
+                mine().map(|block| block.layout.size() as u64).sum()
+            );
+            assert_eq!(
+                stats.memory.live + stats.memory.cached + stats.memory.pending,
+                stats.memory.physical
+            );
+            assert_eq!(stats.refused_frees, *refused);
+            physical += stats.memory.physical;
+        }
+        let used = self.budget.used();
+        assert!(used <= LIMIT && physical <= used, "{physical} held, {used} charged");
+        let lingers =
+            self.blocks.iter().chain(&self.pending).any(|block| !block.allocator.is_open());
+        if !self.faulty && !lingers {
+            pool::sweep();
+            assert_eq!(self.budget.used(), physical, "charged is not held");
+        }
+        assert_silent(&self.sim);
+    }
+
+    fn finish(mut self) {
+        self.faults.clear();
+        self.sim.clear_failures();
+        for block in std::mem::take(&mut self.blocks) {
+            block.check();
+            // SAFETY: 1. live, with its own layout, by a copy of its own allocator.
+            unsafe { block.allocator.deallocate(block.at, block.layout) };
+            if block.is_held_back() {
+                self.pending.push(block);
+            }
+        }
+        self.check();
+        self.sim.run_all();
+        self.latches.iter().for_each(|latch| latch.open());
+        self.pending.clear();
+        let waited = self.driver.device_synchronize(GPU);
+        assert!(waited.is_ok(), "{waited:?}");
+        self.pools.clear();
+        pool::sweep();
+        let stranded = retry_stranded();
+        assert!(stranded <= self.stranded_before, "{stranded} bytes would not be given back");
+        assert_eq!(self.budget.used(), 0, "something is charged that nobody holds");
+        let left = self.sim.outstanding();
+        assert_eq!((left.registrations, left.host_allocations, left.events), (0, 0, 0), "{left}");
+        assert_silent(&self.sim);
+    }
+}
+
+impl Machine {
+    fn open_pool(&self, settings: u8) -> Option<Owner> {
         let mut config = PinnedConfig::default();
         config.chunk = (2 << 20) << (settings & 1);
         config.registration = 2 << 20;
@@ -304,35 +371,6 @@ impl Machine {
         Some(Owner { pool, refused: 0 })
     }
 
-    fn step(&mut self, bytes: &mut Bytes<'_>) {
-        match bytes.choice(23) {
-            20 => {
-                // Ends a thread and starts another one.
-                let which = usize::from(bytes.choice(THREADS as u8));
-                self.workers[which] = Worker::start();
-            }
-            21 => {
-                let owner = usize::from(bytes.choice(OWNERS as u8));
-                let _grown = self.pools[owner].pool.quiet_point();
-            }
-            22 => self.batch(bytes),
-            0..=5 => self.allocate(bytes),
-            6..=8 => self.free(bytes),
-            9 | 10 => self.resize(bytes),
-            11 | 12 => self.copy(bytes),
-            13 => self.latch(bytes),
-            14 => self.open_gates(bytes),
-            15 => self.plan_fault(bytes),
-            16 => self.trim(bytes),
-            17 => self.free_wrongly(bytes),
-            18 => self.replace_pool(bytes),
-            _ => {
-                let owner = usize::from(bytes.choice(OWNERS as u8));
-                let _warmed = self.pools[owner].pool.warm(usize::from(bytes.choice(8)) << 20);
-            }
-        }
-    }
-
     /// Returns a layout of up to 4 MiB, small in most cases.
     fn layout(bytes: &mut Bytes<'_>) -> Layout {
         let size = (usize::from(bytes.small()) << bytes.choice(7)).max(1);
@@ -344,7 +382,7 @@ impl Machine {
     }
 
     fn allocate(&mut self, bytes: &mut Bytes<'_>) {
-        let (owner, layout) = (usize::from(bytes.choice(OWNERS as u8)), Self::layout(bytes));
+        let (owner, layout) = (bytes.below(OWNERS), Self::layout(bytes));
         let thread = bytes.choice(THREADS as u8 + 1);
         self.take(owner, layout, thread, 1);
     }
@@ -371,7 +409,7 @@ impl Machine {
 
     /// Allocates and frees many blocks of one size, more than a magazine holds.
     fn batch(&mut self, bytes: &mut Bytes<'_>) {
-        let (owner, layout) = (usize::from(bytes.choice(OWNERS as u8)), Self::layout(bytes));
+        let (owner, layout) = (bytes.below(OWNERS), Self::layout(bytes));
         let (taker, giver) = (bytes.choice(THREADS as u8 + 1), bytes.choice(THREADS as u8 + 1));
         let before = self.blocks.len();
         let count = match layout.size() {
@@ -510,7 +548,7 @@ impl Machine {
             self.sim.step(self.stream);
         }
         if let Some(which) = usize::from(bytes.u8()).checked_rem(self.latches.len()) {
-            self.latches.swap_remove(which).0.store(true, Ordering::Relaxed);
+            self.latches.swap_remove(which).open();
         }
     }
 
@@ -539,7 +577,7 @@ impl Machine {
     }
 
     fn trim(&mut self, bytes: &mut Bytes<'_>) {
-        let owner = usize::from(bytes.choice(OWNERS as u8));
+        let owner = bytes.below(OWNERS);
         let pool = &self.pools[owner].pool;
         let keep = usize::from(bytes.choice(4)) << 20;
         let before = pool.stats().memory;
@@ -570,7 +608,7 @@ impl Machine {
 
     /// Frees what is not a live block with that layout. The pool must refuse it without effect.
     fn free_wrongly(&mut self, bytes: &mut Bytes<'_>) {
-        let owner = usize::from(bytes.choice(OWNERS as u8));
+        let owner = bytes.below(OWNERS);
         let allocator = self.pools[owner].pool.allocator();
         let mut stack = [0u8; 16];
         let (choice, which) = (bytes.choice(6), self.pick(bytes));
@@ -635,69 +673,9 @@ impl Machine {
     }
 
     fn replace_pool(&mut self, bytes: &mut Bytes<'_>) {
-        let owner = usize::from(bytes.choice(OWNERS as u8));
-        let Some(fresh) = self.open(bytes.u8()) else { return };
+        let owner = bytes.below(OWNERS);
+        let Some(fresh) = self.open_pool(bytes.u8()) else { return };
         let old = std::mem::replace(&mut self.pools[owner], fresh);
         self.closed.push(old.pool.allocator());
-    }
-
-    fn check(&mut self) {
-        self.pending.retain(Block::is_held_back);
-        self.blocks.iter().chain(&self.pending).for_each(Block::check);
-        let mut physical = 0;
-        for (owner, Owner { pool, refused }) in self.pools.iter().enumerate() {
-            assert!(pool.is_consistent(), "the books of owner {owner} disagree");
-            let stats = pool.stats();
-            let mine = || self.blocks.iter().filter(|b| b.owner == owner && b.allocator.is_open());
-            assert_eq!(stats.memory.blocks, mine().count() as u64);
-            assert_eq!(
-                stats.memory.requested,
-                mine().map(|block| block.layout.size() as u64).sum()
-            );
-            assert_eq!(
-                stats.memory.live + stats.memory.cached + stats.memory.pending,
-                stats.memory.physical
-            );
-            assert_eq!(stats.refused_frees, *refused);
-            physical += stats.memory.physical;
-        }
-        let used = self.budget.used();
-        assert!(used <= LIMIT && physical <= used, "{physical} held, {used} charged");
-        let lingers =
-            self.blocks.iter().chain(&self.pending).any(|block| !block.allocator.is_open());
-        if !self.faulty && !lingers {
-            pool::sweep();
-            assert_eq!(self.budget.used(), physical, "charged is not held");
-        }
-        let found = self.sim.violations();
-        assert!(found.is_empty(), "{}", found[0]);
-    }
-
-    fn finish(mut self, stranded_before: u64) {
-        self.faults.clear();
-        self.sim.clear_failures();
-        for block in std::mem::take(&mut self.blocks) {
-            block.check();
-            // SAFETY: 1. live, with its own layout, by a copy of its own allocator.
-            unsafe { block.allocator.deallocate(block.at, block.layout) };
-            if block.is_held_back() {
-                self.pending.push(block);
-            }
-        }
-        self.check();
-        self.sim.run_all();
-        self.latches.iter().for_each(|latch| latch.0.store(true, Ordering::Relaxed));
-        self.pending.clear();
-        let waited = self.driver.device_synchronize(GPU);
-        assert!(waited.is_ok(), "{waited:?}");
-        self.pools.clear();
-        pool::sweep();
-        let stranded = retry_stranded();
-        assert!(stranded <= stranded_before, "{stranded} bytes would not be given back");
-        assert_eq!(self.budget.used(), 0, "something is charged that nobody holds");
-        let left = self.sim.outstanding();
-        assert_eq!((left.registrations, left.host_allocations, left.events), (0, 0, 0), "{left}");
-        let found = self.sim.violations();
-        assert!(found.is_empty(), "{}", found[0]);
     }
 }

@@ -15,7 +15,10 @@
 //! At the end nothing is charged.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
-use crate::program::{Bytes, MAX_OPS, alone};
+use crate::{
+    program::{Bytes, Process, Program},
+    rig::assert_returned,
+};
 use aquifer::{
     Block, Budget, DeviceId, DevicePool, Group, Lease, MemoryError, PlaceError, PlacementRequest,
     Placer, Placing, Policy, PoolConfig, Request, Runtime, Stream,
@@ -78,7 +81,7 @@ impl DeviceSource for Others<'_> {
     }
 }
 
-struct World {
+pub(crate) struct World {
     sims: Vec<Sim>,
     placers: Vec<Placer>,
     devices: Vec<Device>,
@@ -89,21 +92,6 @@ struct World {
     waits: Vec<(PlacementRequest, Placing)>,
 }
 
-/// Runs the program that `bytes` encodes.
-///
-/// # Panics
-/// If an invariant is violated.
-pub fn run(bytes: &[u8]) {
-    let _alone = alone();
-    let mut bytes = Bytes::new(bytes);
-    let mut world = World::new(&mut bytes);
-    bytes.steps(MAX_OPS, |bytes| {
-        world.step(bytes);
-        world.check();
-    });
-    world.finish();
-}
-
 fn config(budget: Budget) -> PoolConfig {
     let mut config = PoolConfig::with_budget(budget);
     config.handle_bytes = UNIT;
@@ -112,8 +100,10 @@ fn config(budget: Budget) -> PoolConfig {
     config
 }
 
-impl World {
-    fn new(bytes: &mut Bytes<'_>) -> Self {
+impl Program for World {
+    const PROCESS: Process = Process::Alone;
+
+    fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
         let sim = Sim::h200(DEVICES as u32).symbolic();
         let limits: Vec<_> =
             (0..DEVICES).map(|_| UNIT * (4 + u64::from(bytes.choice(28)))).collect();
@@ -153,7 +143,7 @@ impl World {
             }),
         ];
         let placers = policies.map(|policy| rt.placer(policy)).into();
-        Self {
+        Some(Self {
             sims: vec![sim],
             placers,
             devices,
@@ -161,7 +151,7 @@ impl World {
             held: Vec::new(),
             blocks: Vec::new(),
             waits: Vec::new(),
-        }
+        })
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -179,8 +169,50 @@ impl World {
         }
     }
 
+    fn check(&mut self) {
+        for held in &self.held {
+            assert_eq!(held.lease.remaining(), held.bytes, "what a lease holds");
+        }
+        for (at, device) in self.devices.iter_mut().enumerate() {
+            let used = device.budget.used();
+            assert!(used <= device.limit.max(device.used), "{used} of {} at {at}", device.limit);
+            device.used = used;
+            if device.health == Health::Lost {
+                continue;
+            }
+            let here = |held: &&Held| {
+                (held.lease.index(), held.lease.generation()) == (at, device.generation)
+            };
+            let leased: u64 = self.held.iter().filter(here).map(|held| held.bytes).sum();
+            let pool = device.pool.as_ref().expect("kept");
+            let known = leased + pool.stats().physical;
+            // Bytes granted to a wait but not taken are charged in addition.
+            assert!(
+                used == known || used > known && !self.waits.is_empty(),
+                "{used} charged, {known} known at {at}"
+            );
+        }
+    }
+
+    fn finish(self) {
+        let Self { sims, placers, devices, gone, held, blocks, waits } = self;
+        drop((waits, held, blocks, placers));
+        for mut device in devices.into_iter().chain(gone) {
+            device.stream = None;
+            if let Some(pool) = device.pool.take().filter(|_| device.health != Health::Lost) {
+                pool.trim(0).expect("an idle device");
+                assert_eq!(device.budget.used(), 0, "left behind");
+            }
+            assert_eq!(device.budget.used(), 0, "charged when all is gone");
+            assert_eq!(device.budget.waiting(), 0, "a wait was lost");
+        }
+        sims.iter().for_each(assert_returned);
+    }
+}
+
+impl World {
     fn device(bytes: &mut Bytes<'_>) -> usize {
-        usize::from(bytes.choice(DEVICES as u8))
+        bytes.below(DEVICES)
     }
 
     fn asked(bytes: &mut Bytes<'_>) -> PlacementRequest {
@@ -291,17 +323,11 @@ impl World {
     }
 
     fn drop_lease(&mut self, bytes: &mut Bytes<'_>) {
-        if !self.held.is_empty() {
-            let which = usize::from(bytes.u8()) % self.held.len();
-            drop(self.held.swap_remove(which));
-        }
+        drop(bytes.take(&mut self.held));
     }
 
     fn draw(&mut self, bytes: &mut Bytes<'_>) {
-        if self.held.is_empty() {
-            return;
-        }
-        let which = usize::from(bytes.u8()) % self.held.len();
+        let Some(which) = bytes.index(self.held.len()) else { return };
         let asked = UNIT * (1 + u64::from(bytes.choice(6)));
         let held = &mut self.held[which];
         let at = held.lease.index();
@@ -330,10 +356,7 @@ impl World {
     }
 
     fn drop_block(&mut self, bytes: &mut Bytes<'_>) {
-        if !self.blocks.is_empty() {
-            let which = usize::from(bytes.u8()) % self.blocks.len();
-            drop(self.blocks.swap_remove(which));
-        }
+        drop(bytes.take(&mut self.blocks));
     }
 
     fn drain(&mut self, bytes: &mut Bytes<'_>) {
@@ -413,49 +436,6 @@ impl World {
             // No device could ever have room in its current state.
             Poll::Ready(Err(PlaceError::Nowhere(_))) => {}
             Poll::Ready(Err(other)) => panic!("{other}"),
-        }
-    }
-
-    fn check(&mut self) {
-        for held in &self.held {
-            assert_eq!(held.lease.remaining(), held.bytes, "what a lease holds");
-        }
-        for (at, device) in self.devices.iter_mut().enumerate() {
-            let used = device.budget.used();
-            assert!(used <= device.limit.max(device.used), "{used} of {} at {at}", device.limit);
-            device.used = used;
-            if device.health == Health::Lost {
-                continue;
-            }
-            let here = |held: &&Held| {
-                (held.lease.index(), held.lease.generation()) == (at, device.generation)
-            };
-            let leased: u64 = self.held.iter().filter(here).map(|held| held.bytes).sum();
-            let pool = device.pool.as_ref().expect("kept");
-            let known = leased + pool.stats().physical;
-            // Bytes granted to a wait but not taken are charged in addition.
-            assert!(
-                used == known || used > known && !self.waits.is_empty(),
-                "{used} charged, {known} known at {at}"
-            );
-        }
-    }
-
-    fn finish(self) {
-        let Self { sims, placers, devices, gone, held, blocks, waits } = self;
-        drop((waits, held, blocks, placers));
-        for mut device in devices.into_iter().chain(gone) {
-            device.stream = None;
-            if let Some(pool) = device.pool.take().filter(|_| device.health != Health::Lost) {
-                pool.trim(0).expect("an idle device");
-                assert_eq!(device.budget.used(), 0, "left behind");
-            }
-            assert_eq!(device.budget.used(), 0, "charged when all is gone");
-            assert_eq!(device.budget.waiting(), 0, "a wait was lost");
-        }
-        for sim in sims {
-            assert!(sim.violations().is_empty(), "{:?}", sim.violations());
-            assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
         }
     }
 }

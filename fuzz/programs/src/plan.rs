@@ -7,22 +7,15 @@
 #![expect(clippy::expect_used, reason = "a broken promise is told by a panic")]
 
 use crate::{
-    peaks::TruePeaks,
-    program::{Bytes, MAX_OPS, not_beside_alone},
-    rig::{Rig, went},
+    program::{Bytes, MAX_OPS, count_operation, not_beside_alone},
+    rig::{IDLE, Open, Rig, access, assert_apart, assert_returned, assert_within, simulated, went},
 };
 use aquifer_core::{Budget, random::SplitMix64};
-use aquifer_device::{Adoption, Block, DevicePool, PoolConfig, Request};
-use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange,
-    sim::{DeviceConfig, Sim, SimConfig},
-};
+use aquifer_device::{Adoption, Block, PoolConfig, Request};
+use aquifer_driver::{Access, Call, Operand};
 use aquifer_plan::{NEVER, Plan, PlanBlock, PlanOptions};
-use aquifer_stream::{Stream, Use};
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-/// Accesses are declared for memory that the program holds, on streams of an idle device.
-const OURS: &str = "an access to memory of ours";
 /// The device's memory.
 const CAPACITY: u64 = 256 << 20;
 /// Most operations of a recorded program.
@@ -46,33 +39,20 @@ enum Act {
     Free { id: usize },
 }
 
-/// A prepared use whose work is not queued yet.
-struct Open {
-    used: Use,
-    stream: usize,
-    range: DeviceRange,
-    generation: u64,
-}
-
 struct World {
     rig: Rig,
     /// Blocks by number, with their streams.
     live: BTreeMap<usize, (Block, usize)>,
-    open: Vec<Open>,
     /// Allocations, and those of blocks that have been freed.
     allocations: u64,
-    peaks: TruePeaks,
 }
 
 /// Runs the program that `bytes` encodes.
-///
-/// # Panics
-/// If an invariant is violated.
-pub fn run(bytes: &[u8]) {
+pub(crate) fn run(bytes: &[u8]) {
     let _not_beside_alone = not_beside_alone();
     let mut bytes = Bytes::new(bytes);
     let streams = usize::from(bytes.choice(4)) + 1;
-    let (rounds, per_cent) = (bytes.choice(5) + 1, [0, 1, 5, 20][usize::from(bytes.choice(4))]);
+    let (rounds, per_cent) = (bytes.choice(5) + 1, bytes.pick([0, 1, 5, 20]));
     let setup = bytes.clone();
     (0..8).for_each(|_| _ = bytes.u8());
     let acts = record(&mut bytes, streams);
@@ -86,7 +66,7 @@ pub fn run(bytes: &[u8]) {
                 break;
             }
             left -= 1;
-            crate::program::count_operation();
+            count_operation();
             world.act(act, round, &mut numbers);
             if per_cent > 0 && numbers.below(16) == 0 {
                 world.disturb(&mut numbers);
@@ -187,26 +167,17 @@ fn changed(acts: &[Act], per_cent: u64, numbers: &mut Numbers) -> Vec<Act> {
 
 impl World {
     fn new(bytes: &mut Bytes<'_>, streams: usize, plan: Arc<Plan>) -> Self {
-        let maps = bytes.choice(8) != 0;
-        let mut config = SimConfig::h200(1);
-        config.devices =
-            vec![if maps { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() }];
-        let sim = Sim::new(config).capacity(CAPACITY).symbolic();
+        let sim = simulated(bytes.choice(8) != 0).capacity(CAPACITY).symbolic();
         let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim.stepped() };
         // Sometimes hardly more than the plan.
         let more = (u64::from(bytes.choice(8)) + 1) << (19 + u64::from(bytes.choice(4)));
         let limit = plan.top().next_multiple_of(2 << 20) + more;
         let budget = Budget::new("the fuzzed device", limit);
-        let mut config = PoolConfig::with_budget(budget.clone()).with_plan(plan);
+        let mut config = PoolConfig::with_budget(budget).with_plan(plan);
         config.wait = Duration::from_micros(300);
-        config.adoption = [Adoption::Wait, Adoption::Wait, Adoption::DoneOnly, Adoption::Never]
-            [usize::from(bytes.choice(4))];
-        let pool = DevicePool::open(sim.driver(), DeviceId(0), config)
-            .expect("the range fits an idle device");
-        let streams =
-            (0..streams).map(|_| pool.stream().expect("a stream of an idle device")).collect();
-        let (live, open, peaks) = (BTreeMap::new(), Vec::new(), TruePeaks::default());
-        Self { rig: Rig { sim, budget, pool, streams }, live, open, allocations: 0, peaks }
+        config.adoption =
+            bytes.pick([Adoption::Wait, Adoption::Wait, Adoption::DoneOnly, Adoption::Never]);
+        Self { rig: Rig::open(sim, config, streams), live: BTreeMap::new(), allocations: 0 }
     }
 
     fn act(&mut self, act: Act, round: usize, numbers: &mut Numbers) {
@@ -222,7 +193,7 @@ impl World {
                 let on = &self.rig.streams[stream];
                 // Not while another stream's use is open.
                 if let Ok(used) = block.prepare(on, Access::Read) {
-                    self.access(on, &block, Access::Read);
+                    access(&self.rig.sim, on, &block, Access::Read);
                     let _ = used.finish();
                 }
             }
@@ -233,23 +204,10 @@ impl World {
         let on = &self.rig.streams[stream];
         let Some(block) = went(self.rig.pool.alloc(on, Request::bytes(bytes))) else { return };
         self.allocations += 1;
-        let range = range_of(&block);
-        for (other, _) in self.live.values() {
-            let other = range_of(other);
-            let apart = range.address + range.bytes <= other.address
-                || other.address + other.bytes <= range.address;
-            assert!(apart, "live blocks overlap: {range:?} {other:?}");
-        }
         // The block is its stream's at once.
-        self.access(on, &block, Access::Write);
+        access(&self.rig.sim, on, &block, Access::Write);
         self.live.insert(id, (block, stream));
-    }
-
-    fn access(&self, stream: &Stream, block: &Block, access: Access) {
-        self.rig
-            .sim
-            .access(stream.raw(), range_of(block), access, Some(block.generation()))
-            .expect(OURS);
+        assert_apart(self.live.values().map(|(block, _)| block.range()));
     }
 
     /// Uses a block on any stream. Now and then the use stays open for a while.
@@ -258,10 +216,9 @@ impl World {
         let on = &self.rig.streams[stream];
         let Ok(used) = block.prepare(on, Access::Write) else { return };
         if round > 0 && numbers.below(16) == 0 {
-            let (range, generation) = (range_of(block), block.generation());
-            self.open.push(Open { used, stream, range, generation });
+            self.rig.open.push(Open::of(used, block, on, Access::Write));
         } else {
-            self.access(on, block, Access::Write);
+            access(&self.rig.sim, on, block, Access::Write);
             let _ = used.finish();
         }
     }
@@ -287,15 +244,16 @@ impl World {
                 let stream = numbers.index(self.rig.streams.len());
                 let _ = self.rig.streams[stream].synchronize();
             }
-            5 if !self.open.is_empty() => {
-                let at = numbers.index(self.open.len());
-                self.finish_use(at);
+            5 if !self.rig.open.is_empty() => {
+                let at = numbers.index(self.rig.open.len());
+                let _ = self.rig.open.swap_remove(at).work(&self.rig.sim);
             }
             6 => {
                 // A stream of the program ends, and another one does its work.
                 let stream = numbers.index(self.rig.streams.len());
+                let raw = self.rig.streams[stream].raw();
                 let holds = self.live.values().any(|(_, of)| *of == stream)
-                    || self.open.iter().any(|open| open.stream == stream);
+                    || self.rig.open.iter().any(|open| open.stream.raw() == raw);
                 if !holds && let Some(new) = went(self.rig.pool.stream()) {
                     self.rig.streams[stream] = new;
                 }
@@ -310,55 +268,33 @@ impl World {
         }
     }
 
-    fn finish_use(&mut self, at: usize) {
-        let Open { used, stream, range, generation } = self.open.swap_remove(at);
-        let on = self.rig.streams[stream].raw();
-        self.rig.sim.access(on, range, Access::Write, Some(generation)).expect(OURS);
-        let _ = used.finish();
-    }
-
     fn check(&self) {
-        let violations = self.rig.sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
-        let stats = self.rig.pool.stats();
-        let requested: u64 = self.live.values().map(|(block, _)| block.bytes()).sum();
-        assert_eq!(stats.requested, requested, "{stats:?}");
+        let requested = self.live.values().map(|(block, _)| block.bytes()).sum();
+        // The plan counts as one more stream.
+        let streams = self.rig.streams.len() + 1;
+        let stats = self.rig.check_on(streams, None, Some(requested));
         assert_eq!(stats.blocks, self.live.len() as u64, "{stats:?}");
-        assert_eq!(self.rig.budget.used(), stats.physical, "charged is held: {stats:?}");
         assert!(stats.physical <= self.rig.budget.limit(), "{stats:?}");
-        assert!(stats.live + stats.cached + stats.pending <= stats.physical, "{stats:?}");
+        assert_within(&stats);
         assert!(stats.plan_hits <= self.allocations, "{stats:?}");
         assert!(stats.plan_overlaps <= stats.plan_strays, "{stats:?}");
-        // The plan counts as one more.
-        let streams = self.rig.streams.len() + 1;
-        self.peaks.check(&self.rig.pool, &stats, streams, (None, Some(requested)));
     }
 
     fn finish(mut self) {
         self.rig.sim.clear_failures();
         self.live.clear();
-        while !self.open.is_empty() {
-            self.finish_use(0);
-        }
-        for stream in &self.rig.streams {
-            stream.synchronize().expect("no fault is left");
-        }
+        self.rig.work_all();
+        self.rig.streams.iter().for_each(|stream| stream.synchronize().expect(IDLE));
         // Work of streams that have ended.
         self.rig.sim.run_all();
-        self.rig.pool.poll().expect("no fault is left");
-        self.rig.pool.trim(0).expect("no fault is left");
+        self.rig.pool.poll().expect(IDLE);
+        self.rig.pool.trim(0).expect(IDLE);
         let stats = self.rig.pool.stats();
         assert_eq!((stats.live, stats.pending), (0, 0), "{stats:?}");
         assert_eq!(stats.cached, stats.physical, "only the range of the plan is left: {stats:?}");
-        let Self { rig: Rig { sim, budget, pool, streams }, .. } = self;
+        let Rig { sim, budget, pool, streams, .. } = self.rig;
         drop((pool, streams));
         assert_eq!(budget.used(), 0, "a charge was lost");
-        let violations = sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
-        assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
+        assert_returned(&sim);
     }
-}
-
-fn range_of(block: &Block) -> DeviceRange {
-    DeviceRange { device: DeviceId(0), address: block.address(), bytes: block.bytes() }
 }

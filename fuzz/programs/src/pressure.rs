@@ -13,21 +13,19 @@
 
 use crate::{
     pinned::shared_host,
-    program::{Bytes, MAX_OPS, alone},
+    program::{Bytes, Process, Program},
+    rig::{
+        App, IDLE, access, assert_empty, assert_returned, assert_silent, begin_step, check_peaks,
+        missing, simulated,
+    },
 };
-use aquifer_core::{
-    Budget, MemoryError, OutOfMemory,
-    budget::{HookRegistration, Offer, Reclaim},
-};
+use aquifer_core::{Budget, MemoryError, OutOfMemory, budget::HookRegistration};
 use aquifer_device::{Adoption, Block, DevicePool, PoolConfig, Request};
-use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange,
-    sim::{DeviceConfig, Sim, SimConfig},
-};
+use aquifer_driver::{Access, Call, DeviceId, sim::Sim};
 use aquifer_host::{PinnedBuf, PinnedConfig, PinnedPool, pool};
 use aquifer_stream::Stream;
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -45,36 +43,6 @@ const FAULTS: [Call; 7] = [
     Call::MemAlloc,
 ];
 
-/// Blocks that an application can evict.
-struct App {
-    blocks: Mutex<Vec<Block>>,
-    cost: Duration,
-}
-
-impl App {
-    fn blocks(&self) -> MutexGuard<'_, Vec<Block>> {
-        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Reclaim for App {
-    fn name(&self) -> &'static str {
-        "an application"
-    }
-
-    fn offer(&self) -> Offer {
-        Offer { bytes: self.blocks().iter().map(Block::capacity).sum(), cost: self.cost }
-    }
-
-    fn reclaim(&self, bytes: u64, _: Option<Instant>) {
-        let mut gave = 0;
-        while gave < bytes {
-            let Some(block) = self.blocks().pop() else { break };
-            gave += block.capacity();
-        }
-    }
-}
-
 /// A pool, and what the program holds of it.
 struct Owner {
     pool: DevicePool,
@@ -82,7 +50,7 @@ struct Owner {
     live: Vec<(Block, usize)>,
 }
 
-struct World {
+pub(crate) struct World {
     sim: Sim,
     /// The budgets of the root, the device, the second pool below it, and the pinned pool.
     budgets: [Budget; 4],
@@ -91,38 +59,18 @@ struct World {
     owners: [Owner; 2],
     pinned: PinnedPool,
     buffers: Vec<PinnedBuf<u8>>,
-    app: Arc<App>,
+    app: Arc<App<Block>>,
     _registration: HookRegistration,
     /// Whether all idle memory can be reclaimed at once.
     exact: bool,
 }
 
-/// Runs the program that `bytes` encodes.
-///
-/// # Panics
-///
-/// If an invariant is violated, or on a machine whose topology cannot be read.
-pub fn run(bytes: &[u8]) {
-    let _alone = alone();
-    let bytes = &mut Bytes::new(bytes);
-    let Some(mut world) = World::new(bytes) else { return };
-    bytes.steps(MAX_OPS, |bytes| {
-        world.step(bytes);
-        world.check();
-    });
-    world.finish();
-}
+impl Program for World {
+    const PROCESS: Process = Process::Alone;
 
-impl World {
-    fn new(bytes: &mut Bytes<'_>) -> Option<Self> {
+    fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
         let mapping = bytes.choice(4) != 0;
-        let mut config = SimConfig::h200(1);
-        config.devices = vec![if mapping {
-            DeviceConfig::h200()
-        } else {
-            DeviceConfig::without_virtual_memory()
-        }];
-        let sim = Sim::new(config).symbolic().capacity(CAPACITY);
+        let sim = simulated(mapping).symbolic().capacity(CAPACITY);
         let eager = bytes.flag();
         let sim = if eager { sim } else { sim.seeded(bytes.u64()) };
         let mut limit = || (u64::from(bytes.choice(24)) + 4) << 21;
@@ -133,12 +81,11 @@ impl World {
         let budgets = [root, device, tenant, host];
         let mut open = |budget: &Budget| {
             let mut config = PoolConfig::with_budget(budget.clone());
-            config.adoption =
-                [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
+            config.adoption = bytes.pick([Adoption::Never, Adoption::DoneOnly, Adoption::Wait]);
             config.wait = Duration::from_millis(u64::from(bytes.choice(3)));
             config.slack = if bytes.choice(4) == 0 { 6 } else { 17 };
-            let pool = DevicePool::open(sim.driver(), DeviceId(0), config).expect("an idle device");
-            let streams = (0..2).map(|_| pool.stream().expect("an idle device")).collect();
+            let pool = DevicePool::open(sim.driver(), DeviceId(0), config).expect(IDLE);
+            let streams = (0..2).map(|_| pool.stream().expect(IDLE)).collect();
             Owner { pool, streams, live: Vec::new() }
         };
         let owners = [open(&budgets[1]), open(&budgets[2])];
@@ -149,7 +96,7 @@ impl World {
         let pinned = PinnedPool::new(&host, &budgets[3], config)
             .expect("a configuration that can be followed");
         let cost = Duration::from_micros(u64::from(bytes.u16()));
-        let app = Arc::new(App { blocks: Mutex::default(), cost });
+        let app = Arc::new(App::new(cost, |block: &Block| block.capacity()));
         let registration = budgets[usize::from(bytes.choice(3))].on_need(&app);
         let most = budgets.each_ref().map(Budget::limit);
         let (buffers, exact) = (Vec::new(), eager && mapping);
@@ -167,19 +114,11 @@ impl World {
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
-        for (most, budget) in self.most.iter_mut().zip(&self.budgets) {
-            *most = budget.limit().max(budget.used());
-            budget.reset_peak();
-        }
-        let at = usize::from(bytes.choice(2));
+        begin_step(&mut self.most, &self.budgets);
+        let at = bytes.below(2);
         match bytes.choice(16) {
             0..5 => self.alloc(at, bytes),
-            5 | 6 => {
-                let live = &mut self.owners[at].live;
-                if !live.is_empty() {
-                    live.swap_remove(usize::from(bytes.u8()) % live.len());
-                }
-            }
+            5 | 6 => drop(bytes.take(&mut self.owners[at].live)),
             7 => self.cross(at, bytes),
             8 => self.app.blocks().extend(self.owners[at].live.pop().map(|(block, _)| block)),
             9 => self.pin(bytes),
@@ -189,23 +128,23 @@ impl World {
             }
             12 => {
                 // Out of memory: a code that each of these calls may return.
-                let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
+                let call = bytes.pick(FAULTS);
                 self.sim.fail(call, u64::from(bytes.choice(6)) + 1, 2);
                 self.exact = false;
             }
             13 => {
-                let deadline = [None, Some(Instant::now())][usize::from(bytes.choice(2))];
+                let deadline = bytes.pick([None, Some(Instant::now())]);
                 let wanted = u64::from(bytes.u8()) << 18;
                 let before = self.budgets[0].used();
                 let room = self.owners[at].pool.give_back(wanted, deadline);
                 assert_eq!(room.missing, wanted.saturating_sub(before - self.budgets[0].used()));
             }
             14 => {
-                let budget = &self.budgets[usize::from(bytes.choice(4))];
+                let budget = &self.budgets[bytes.below(4)];
                 budget.set_limit((u64::from(bytes.choice(32)) + 1) << 21);
             }
             _ => {
-                let budget = &self.budgets[usize::from(bytes.choice(4))];
+                let budget = &self.budgets[bytes.below(4)];
                 let room =
                     budget.shrink((u64::from(bytes.choice(32)) + 1) << 21, Some(Instant::now()));
                 assert_eq!(room.missing, budget.used().saturating_sub(budget.limit()));
@@ -213,6 +152,45 @@ impl World {
         }
     }
 
+    fn check(&mut self) {
+        assert_silent(&self.sim);
+        let [first, second] = self.owners.each_ref().map(|owner| owner.pool.stats().physical);
+        let pinned = self.pinned.stats().memory.physical;
+        let held = [first + second + pinned, first + second, second, pinned];
+        assert_eq!(
+            self.budgets.each_ref().map(Budget::used),
+            held,
+            "what is charged is what is held"
+        );
+        let missing = missing(&self.sim, DeviceId(0));
+        // Without mappings the driver rounds allocations up.
+        let exact = self.owners[0].pool.info().virtual_memory;
+        assert!(first + second <= missing, "more is held than the device misses");
+        assert!(!exact || first + second == missing, "what is held is what the device misses");
+        check_peaks(&self.most, &self.budgets);
+        assert!(self.pinned.is_consistent(), "the books of the pinned pool disagree");
+    }
+
+    fn finish(self) {
+        self.sim.clear_failures();
+        let Self { sim, budgets, mut owners, pinned, buffers, app, .. } = self;
+        drop(buffers);
+        app.blocks().clear();
+        for Owner { streams, live, .. } in &mut owners {
+            live.clear();
+            streams.iter().for_each(|stream| stream.synchronize().expect(IDLE));
+        }
+        owners.iter().for_each(|owner| assert_empty(&owner.pool));
+        drop((owners, pinned));
+        while budgets[3].used() > 0 {
+            pool::sweep();
+        }
+        assert_eq!(budgets.each_ref().map(Budget::used), [0; 4], "a charge was lost");
+        assert_returned(&sim);
+    }
+}
+
+impl World {
     fn alloc(&mut self, at: usize, bytes: &mut Bytes<'_>) {
         let Owner { pool, streams, live } = &mut self.owners[at];
         let size = (u64::from(bytes.u8()) + 1) << (10 + bytes.choice(9));
@@ -229,10 +207,7 @@ impl World {
             Ok(None) => {}
             Ok(Some(block)) => {
                 // A new block can be used at once.
-                let raw = streams[stream].raw();
-                let access =
-                    self.sim.access(raw, range_of(&block), Access::Write, Some(block.generation()));
-                access.expect("an access to a block of ours");
+                access(&self.sim, &streams[stream], &block, Access::Write);
                 live.push((block, stream));
             }
             Err(MemoryError::OutOfMemory(error)) => {
@@ -259,26 +234,18 @@ impl World {
         }
         let whole = size.next_multiple_of(2 * MIB);
         let left = self.owners[at].pool.budget().remaining();
-        let memory = self.sim.driver().memory_info(DeviceId(0)).expect("an idle device tells");
-        assert!(whole > left.min(memory.free), "{left} are left of the budget, and {error}");
+        let free = CAPACITY - missing(&self.sim, DeviceId(0));
+        assert!(whole > left.min(free), "{left} are left of the budget, and {error}");
     }
 
     /// Uses a block on the other stream of the pool.
     fn cross(&mut self, at: usize, bytes: &mut Bytes<'_>) {
         let Owner { streams, live, .. } = &self.owners[at];
-        if live.is_empty() {
-            return;
-        }
-        let (block, home) = &live[usize::from(bytes.u8()) % live.len()];
+        let Some(at) = bytes.index(live.len()) else { return };
+        let (block, home) = &live[at];
         let stream = &streams[1 - home];
         if let Ok(used) = block.prepare(stream, Access::ReadWrite) {
-            let access = self.sim.access(
-                stream.raw(),
-                range_of(block),
-                Access::ReadWrite,
-                Some(block.generation()),
-            );
-            access.expect("an access to a block of ours");
+            access(&self.sim, stream, block, Access::ReadWrite);
             let _ = used.finish();
         }
     }
@@ -293,58 +260,4 @@ impl World {
             Err(other) => panic!("{other:?} for {size} pinned bytes"),
         }
     }
-
-    fn check(&self) {
-        let violations = self.sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
-        let [first, second] = self.owners.each_ref().map(|owner| owner.pool.stats().physical);
-        let pinned = self.pinned.stats().memory.physical;
-        let held = [first + second + pinned, first + second, second, pinned];
-        assert_eq!(
-            self.budgets.each_ref().map(Budget::used),
-            held,
-            "what is charged is what is held"
-        );
-        let memory = self.sim.driver().memory_info(DeviceId(0)).expect("an idle device tells");
-        let missing = memory.total - memory.free;
-        // Without mappings the driver rounds allocations up.
-        let exact = self.owners[0].pool.info().virtual_memory;
-        assert!(first + second <= missing, "more is held than the device misses");
-        assert!(!exact || first + second == missing, "what is held is what the device misses");
-        for (budget, most) in self.budgets.iter().zip(self.most) {
-            assert!(budget.peak() <= most, "{} above the limit: {budget:?}", budget.peak() - most);
-            assert_eq!(budget.panics(), 0);
-        }
-    }
-
-    fn finish(self) {
-        self.sim.clear_failures();
-        let Self { sim, budgets, mut owners, pinned, buffers, app, .. } = self;
-        drop(buffers);
-        app.blocks().clear();
-        for Owner { streams, live, .. } in &mut owners {
-            live.clear();
-            streams.iter().for_each(|stream| stream.synchronize().expect("no fault is left"));
-        }
-        for Owner { pool, .. } in &owners {
-            pool.trim(0).expect("no fault is left");
-            let stats = pool.stats();
-            assert_eq!(
-                (stats.live, stats.pending, stats.cached, stats.physical),
-                (0, 0, 0, 0),
-                "{stats:?}"
-            );
-        }
-        drop((owners, pinned));
-        while budgets[3].used() > 0 {
-            pool::sweep();
-        }
-        assert_eq!(budgets.each_ref().map(Budget::used), [0; 4], "a charge was lost");
-        assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
-        assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
-    }
-}
-
-fn range_of(block: &Block) -> DeviceRange {
-    DeviceRange { device: DeviceId(0), address: block.address(), bytes: block.bytes() }
 }

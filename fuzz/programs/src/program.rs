@@ -19,12 +19,7 @@ pub fn operations() -> u64 {
 
 /// Counts one operation of a program that does not use [`Bytes::steps`].
 pub(crate) fn count_operation() {
-    count_operations(1);
-}
-
-/// Counts `count` operations.
-pub(crate) fn count_operations(count: usize) {
-    OPERATIONS.fetch_add(count as u64, Ordering::Relaxed);
+    OPERATIONS.fetch_add(1, Ordering::Relaxed);
 }
 
 /// A reader of numbers from bytes. Returns zeros after the end, so that every input is a program.
@@ -109,6 +104,27 @@ impl<'a> Bytes<'a> {
         self.u8().checked_rem(of).unwrap_or(0)
     }
 
+    /// Returns a number below `of`, which is at most 255, chosen by the next byte.
+    pub fn below(&mut self, of: usize) -> usize {
+        usize::from(self.choice(of as u8))
+    }
+
+    /// Returns one of these, chosen by the next byte.
+    pub fn pick<T: Copy, const COUNT: usize>(&mut self, of: [T; COUNT]) -> T {
+        of[self.below(COUNT)]
+    }
+
+    /// Returns the index of one of `count` things, chosen by the next byte. Reads nothing if there
+    /// are none.
+    pub fn index(&mut self, count: usize) -> Option<usize> {
+        (count > 0).then(|| usize::from(self.u8()) % count)
+    }
+
+    /// Removes one of these, chosen by the next byte. Reads nothing if there are none.
+    pub fn take<T>(&mut self, from: &mut Vec<T>) -> Option<T> {
+        self.index(from.len()).map(|at| from.swap_remove(at))
+    }
+
     /// Returns a 16-bit number that is small in most cases: the first byte selects how many bits of
     /// the next two are used.
     pub fn small(&mut self) -> u16 {
@@ -116,6 +132,54 @@ impl<'a> Bytes<'a> {
         let mask = (1u32 << bits) - 1;
         self.u16() & mask as u16
     }
+}
+
+/// How a program gets along with others of its process.
+pub(crate) enum Process {
+    /// It has nothing to do with them.
+    Any,
+    /// It does not run beside programs that are alone.
+    Shared,
+    /// It is alone.
+    Alone,
+}
+
+/// A fuzz program: what it opens, its operations, what holds after each of them, and its end.
+///
+/// All of them panic where a promise is broken.
+pub(crate) trait Program: Sized {
+    const PROCESS: Process;
+    /// The maximum number of operations.
+    const MOST: usize = MAX_OPS;
+
+    /// Opens what the operations work on, as the first bytes say. Returns `None` if this machine
+    /// lacks it.
+    fn open(bytes: &mut Bytes<'_>) -> Option<Self>;
+    /// Performs one operation.
+    fn step(&mut self, bytes: &mut Bytes<'_>);
+    /// Checks what holds after every operation.
+    fn check(&mut self);
+    /// Gives everything back, and checks that nothing is left.
+    fn finish(self);
+}
+
+/// Runs the program that `bytes` encodes.
+pub(crate) fn run<P: Program>(bytes: &[u8]) {
+    let _alone = matches!(P::PROCESS, Process::Alone).then(alone);
+    let _shared = matches!(P::PROCESS, Process::Shared).then(not_beside_alone);
+    let mut bytes = Bytes::new(bytes);
+    if let Some(mut program) = P::open(&mut bytes) {
+        steps(&mut program, &mut bytes);
+        program.finish();
+    }
+}
+
+/// Performs the operations of a program, and checks it after each.
+pub(crate) fn steps<P: Program>(program: &mut P, bytes: &mut Bytes<'_>) {
+    bytes.steps(P::MOST, |bytes| {
+        program.step(bytes);
+        program.check();
+    });
 }
 
 /// Held for writing by programs that depend on state of the whole process, and for reading by those

@@ -9,7 +9,7 @@
 
 use crate::{
     pinned::shared_host,
-    program::{Bytes, MAX_OPS, not_beside_alone},
+    program::{Bytes, Process, Program},
 };
 use aquifer_core::Budget;
 use aquifer_host::{PinnedConfig, PinnedPool};
@@ -61,7 +61,7 @@ struct Block {
     content: Vec<u8>,
 }
 
-struct Machine {
+pub(crate) struct Machine {
     pinned: PinnedPool,
     peers: Vec<NixlPeer>,
     agents: Vec<NixlAgent>,
@@ -70,32 +70,6 @@ struct Machine {
     /// Parts of dropped blocks, whose ranges stay taken, with the memory of their pools.
     parts: Vec<(FixedRange, RegisteredPart)>,
     transfers: Vec<NixlTransfer>,
-}
-
-/// Runs the program that `bytes` encodes.
-///
-/// # Panics
-///
-/// If an invariant is violated.
-pub fn run(bytes: &[u8]) {
-    let _beside = not_beside_alone();
-    world(|world| *world = World::default());
-    let mut bytes = Bytes::new(bytes);
-    let budget = Budget::new("registered", 8 << 20);
-    let pinned = match PinnedPool::new(shared_host(), &budget, PinnedConfig::default()) {
-        Ok(pinned) => pinned,
-        Err(error) => panic!("a pool takes nothing at first: {error}"),
-    };
-    let mut machine = Machine::new(pinned.clone());
-    bytes.steps(MAX_OPS, |bytes| {
-        machine.step(bytes);
-        machine.check();
-    });
-    world(|world| (world.fails, world.is_slow) = (None, false));
-    machine.check_contents();
-    drop(machine);
-    assert_eq!(world(|world| world.live), 0, "a value of NIXL's is left");
-    assert_eq!(pinned.stats().memory.live, 0, "pinned memory is left");
 }
 
 /// Returns what a call has made, or `None` if it was refused for a reason that it may have.
@@ -117,15 +91,23 @@ fn sure<T>(result: Result<T, NixlError>) -> T {
     }
 }
 
-impl Machine {
-    fn new(pinned: PinnedPool) -> Self {
+impl Program for Machine {
+    const PROCESS: Process = Process::Shared;
+
+    fn open(_: &mut Bytes<'_>) -> Option<Self> {
+        world(|world| *world = World::default());
+        let budget = Budget::new("registered", 8 << 20);
+        let pinned = match PinnedPool::new(shared_host(), &budget, PinnedConfig::default()) {
+            Ok(pinned) => pinned,
+            Err(error) => panic!("a pool takes nothing at first: {error}"),
+        };
         let agents = NAMES.map(|name| {
             let agent = sure(NixlAgent::new(&nixl(), name));
             sure(agent.add_backend("UCX", &[]));
             agent
         });
         let peers = [0, 1].map(|at| sure(agents[at].add_peer(&sure(agents[1 - at].metadata()))));
-        Self {
+        Some(Self {
             pinned,
             peers: peers.into(),
             agents: agents.into(),
@@ -133,7 +115,7 @@ impl Machine {
             blocks: Vec::new(),
             parts: Vec::new(),
             transfers: Vec::new(),
-        }
+        })
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -148,22 +130,17 @@ impl Machine {
                     self.pools.push(Pool { agent, pool, range });
                 }
             }
-            1 if !self.pools.is_empty() => {
-                self.pools.swap_remove(usize::from(bytes.u8()) % self.pools.len());
-            }
+            1 => drop(bytes.take(&mut self.pools)),
             2..=6 if !self.pools.is_empty() && self.blocks.len() < MAX_BLOCKS => {
                 self.allocate(bytes);
             }
-            7 | 8 if !self.blocks.is_empty() => {
-                let at = usize::from(bytes.u8()) % self.blocks.len();
-                let Block { whole, block, .. } = self.blocks.swap_remove(at);
+            7 | 8 => {
+                let Some(Block { whole, block, .. }) = bytes.take(&mut self.blocks) else { return };
                 if bytes.flag() {
                     self.parts.push((whole, block.part().clone()));
                 }
             }
-            9 if !self.parts.is_empty() => {
-                self.parts.swap_remove(usize::from(bytes.u8()) % self.parts.len());
-            }
+            9 => drop(bytes.take(&mut self.parts)),
             10 if !self.blocks.is_empty() => {
                 let at = usize::from(bytes.u8()) % self.blocks.len();
                 self.write(at, bytes.u8(), usize::from(bytes.u16()));
@@ -189,6 +166,40 @@ impl Machine {
         }
     }
 
+    fn check(&mut self) {
+        let blocks = self.blocks.iter().map(|block| (block.whole, block.block.part().range()));
+        let parts = self.parts.iter().map(|(whole, part)| (*whole, part.range()));
+        let mut taken: Vec<_> = blocks.chain(parts).collect();
+        taken.sort_unstable_by_key(|(_, range)| range.address);
+        for (whole, range) in &taken {
+            let (start, end) = (range.address, range.address + range.bytes);
+            assert!(start >= whole.address && end <= whole.address + whole.bytes, "{range:?}");
+        }
+        for pair in taken.windows(2) {
+            let [(_, low), (_, high)] = pair else { continue };
+            assert!(low.address + low.bytes <= high.address, "{low:?} overlaps {high:?}");
+        }
+        let pools = self.pools.iter().map(|pool| pool.range);
+        for range in pools.chain(taken.iter().map(|(whole, _)| *whole)) {
+            let is_registered = world(|world| {
+                let mut registered = world.registered.values().flatten();
+                registered.any(|known| known.1 as u64 == range.address)
+            });
+            assert!(is_registered, "{range:?}");
+        }
+    }
+
+    fn finish(self) {
+        world(|world| (world.fails, world.is_slow) = (None, false));
+        self.check_contents();
+        let pinned = self.pinned.clone();
+        drop(self);
+        assert_eq!(world(|world| world.live), 0, "a value of NIXL's is left");
+        assert_eq!(pinned.stats().memory.live, 0, "pinned memory is left");
+    }
+}
+
+impl Machine {
     fn allocate(&mut self, bytes: &mut Bytes<'_>) {
         let Pool { agent, pool, range } = &self.pools[usize::from(bytes.u8()) % self.pools.len()];
         let (agent, whole) = (*agent, *range);
@@ -246,29 +257,6 @@ impl Machine {
         }
         if bytes.flag() {
             self.transfers.push(transfer);
-        }
-    }
-
-    fn check(&self) {
-        let blocks = self.blocks.iter().map(|block| (block.whole, block.block.part().range()));
-        let parts = self.parts.iter().map(|(whole, part)| (*whole, part.range()));
-        let mut taken: Vec<_> = blocks.chain(parts).collect();
-        taken.sort_unstable_by_key(|(_, range)| range.address);
-        for (whole, range) in &taken {
-            let (start, end) = (range.address, range.address + range.bytes);
-            assert!(start >= whole.address && end <= whole.address + whole.bytes, "{range:?}");
-        }
-        for pair in taken.windows(2) {
-            let [(_, low), (_, high)] = pair else { continue };
-            assert!(low.address + low.bytes <= high.address, "{low:?} overlaps {high:?}");
-        }
-        let pools = self.pools.iter().map(|pool| pool.range);
-        for range in pools.chain(taken.iter().map(|(whole, _)| *whole)) {
-            let is_registered = world(|world| {
-                let mut registered = world.registered.values().flatten();
-                registered.any(|known| known.1 as u64 == range.address)
-            });
-            assert!(is_registered, "{range:?}");
         }
     }
 

@@ -16,7 +16,10 @@
 #![expect(unsafe_code, reason = "opens memory that others work with, and forks")]
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
-use crate::program::{Bytes, not_beside_alone};
+use crate::{
+    program::{Bytes, Process, Program},
+    rig::assert_silent,
+};
 use aquifer_core::Budget;
 use aquifer_device::{
     Block, DevicePool, PoolConfig, ReceivedBlock, Request, ShareError, ShareServer, StableBlock,
@@ -45,8 +48,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Operations of one program: each is a conversation of two threads.
-const MOST_STEPS: usize = 60;
 /// No side waits for so long, because the other one closes the connection.
 const SOON: Duration = Duration::from_secs(20);
 const CAPACITY: u64 = 512 << 20;
@@ -187,7 +188,7 @@ fn request(name: &str, known: u64) -> Vec<u8> {
     [b"aqask\0\0\x02".to_vec(), numbers(&[known]), field(name, 72)].concat()
 }
 
-struct World {
+pub(crate) struct World {
     sim: Sim,
     pool: DevicePool,
     stream: Stream,
@@ -211,8 +212,12 @@ fn new_address() -> SocketAddr {
     SocketAddr::from_abstract_name(name).expect("a short name")
 }
 
-impl World {
-    fn new() -> Self {
+impl Program for World {
+    const PROCESS: Process = Process::Shared;
+    /// Each operation is a conversation of two threads.
+    const MOST: usize = 60;
+
+    fn open(_: &mut Bytes<'_>) -> Option<Self> {
         let sim = Sim::h200(1).symbolic().capacity(CAPACITY);
         let mut config = PoolConfig::with_budget(Budget::new("the fuzzed device", CAPACITY));
         config.export = ExportTypes::POSIX_FD;
@@ -230,8 +235,7 @@ impl World {
         assert!(shared[1].handles() > BATCH, "it does not fit into one message");
         let generations = shared.map(|block| server.serve(block));
         let other = UnixListener::bind_addr(&other_address).expect("a new address");
-        let opened = Vec::new();
-        Self {
+        Some(Self {
             sim,
             pool,
             stream,
@@ -242,33 +246,60 @@ impl World {
             small,
             large,
             generations,
-            opened,
-        }
+            opened: Vec::new(),
+        })
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
         match bytes.choice(9) {
             0..=2 => self.stranger(bytes),
             3..=5 => self.other_server(bytes),
-            6 => self.open(bytes),
+            6 => self.open_one(bytes),
             7 => self.fork(bytes),
             _ => {
-                if !self.opened.is_empty() {
-                    let at = usize::from(bytes.u8()) % self.opened.len();
-                    self.opened.swap_remove(at).close().expect("an idle device");
+                if let Some(opened) = bytes.take(&mut self.opened) {
+                    opened.close().expect("an idle device");
                 }
             }
         }
-        self.check();
     }
 
+    /// Checks that the server serves, and that blocks that are open are known to it.
+    fn check(&mut self) {
+        let mut socket = UnixStream::connect_addr(&self.address).expect("the server listens");
+        socket.set_read_timeout(Some(SOON)).expect("a socket");
+        Message::new(request(NAMES[0], self.generations[0]), Vec::new()).send(&socket);
+        let mut answer = [0; 16];
+        socket.read_exact(&mut answer).expect("the server answers");
+        assert_eq!(answer[..], numbers(&[2, self.generations[0]])[..], "the block is unchanged");
+        for opened in &self.opened {
+            assert!(opened.is_current(SOON).expect("the server answers"));
+        }
+    }
+
+    fn finish(self) {
+        let Self { sim, pool, stream, server, small, large, opened, .. } = self;
+        opened.into_iter().for_each(|opened| _ = opened.close().expect("an idle device"));
+        drop((server, small, large, stream));
+        // The server's thread may still end its last conversation.
+        soon("something is left of the device", || {
+            pool.trim(0).expect("an idle device");
+            pool.stats().physical == 0
+        });
+        drop(pool);
+        soon("something is left of the device", || sim.outstanding().is_empty());
+        assert_silent(&sim);
+    }
+}
+
+impl World {
     fn open_at(&self, address: &SocketAddr, name: &str) -> Result<ReceivedBlock, ShareError> {
         // SAFETY: 1. No work is queued. 2. The blocks live until the end of the program.
         unsafe { self.pool.open_shared(&self.stream, address, name, SOON) }
     }
 
     /// Opens a block as it should be.
-    fn open(&mut self, bytes: &mut Bytes<'_>) {
+    fn open_one(&mut self, bytes: &mut Bytes<'_>) {
         let which = usize::from(bytes.choice(3));
         match self.open_at(&self.address, NAMES[which]) {
             Ok(opened) => {
@@ -421,43 +452,4 @@ impl World {
         }
         Self::check_closed(&messages);
     }
-
-    /// Checks that the server serves, and that blocks that are open are known to it.
-    fn check(&self) {
-        let mut socket = UnixStream::connect_addr(&self.address).expect("the server listens");
-        socket.set_read_timeout(Some(SOON)).expect("a socket");
-        Message::new(request(NAMES[0], self.generations[0]), Vec::new()).send(&socket);
-        let mut answer = [0; 16];
-        socket.read_exact(&mut answer).expect("the server answers");
-        assert_eq!(answer[..], numbers(&[2, self.generations[0]])[..], "the block is unchanged");
-        for opened in &self.opened {
-            assert!(opened.is_current(SOON).expect("the server answers"));
-        }
-    }
-
-    fn finish(self) {
-        let Self { sim, pool, stream, server, small, large, opened, .. } = self;
-        opened.into_iter().for_each(|opened| _ = opened.close().expect("an idle device"));
-        drop((server, small, large, stream));
-        // The server's thread may still end its last conversation.
-        soon("something is left of the device", || {
-            pool.trim(0).expect("an idle device");
-            pool.stats().physical == 0
-        });
-        drop(pool);
-        soon("something is left of the device", || sim.outstanding().is_empty());
-        assert!(sim.violations().is_empty(), "{:?}", sim.violations());
-    }
-}
-
-/// Runs the program that the bytes encode.
-///
-/// # Panics
-/// If an invariant is violated.
-pub fn run(bytes: &[u8]) {
-    let _not_beside_alone = not_beside_alone();
-    let mut world = World::new();
-    let mut bytes = Bytes::new(bytes);
-    bytes.steps(MOST_STEPS, |bytes| world.step(bytes));
-    world.finish();
 }

@@ -8,23 +8,16 @@
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::{
-    peaks::TruePeaks,
-    program::{Bytes, MAX_OPS, not_beside_alone},
-    rig::{Rig, went},
+    program::{Bytes, Process, Program},
+    rig::{Open, Rig, assert_within, declare, quietly, simulated, trim, went},
 };
 use aquifer_core::{Budget, MemoryError};
 use aquifer_device::{
-    AddressRegistration, Block, DevicePool, Exported, PoolConfig, Request, Reserved, StableBlock,
+    AddressRegistration, Block, Exported, PoolConfig, Request, Reserved, StableBlock,
 };
-use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange, ExportTypes,
-    sim::{DeviceConfig, Sim, SimConfig},
-};
-use aquifer_stream::Use;
+use aquifer_driver::{Access, Call, DeviceId, DeviceRange, ExportTypes};
 use std::{collections::BTreeSet, time::Duration};
 
-/// Accesses are declared for memory that the program holds, on streams of an idle device.
-const OURS: &str = "an access to memory of ours";
 /// The device's memory.
 const CAPACITY: u64 = 64 << 20;
 /// The granule of commitment, in bytes.
@@ -70,16 +63,7 @@ struct Room {
     committed: BTreeSet<usize>,
 }
 
-/// A prepared use, with the ranges that its work will touch.
-struct Open {
-    used: Use,
-    stream: usize,
-    ranges: Vec<DeviceRange>,
-    generation: u64,
-    access: Access,
-}
-
-struct World {
+pub(crate) struct World {
     rig: Rig,
     stable: Vec<Stable>,
     kept: Vec<Kept>,
@@ -87,61 +71,35 @@ struct World {
     blocks: Vec<Block>,
     exported: Vec<Exported>,
     imported: Vec<StableBlock>,
-    open: Vec<Open>,
-    peaks: TruePeaks,
-}
-
-/// Runs the program that `bytes` encodes.
-///
-/// # Panics
-/// If an invariant is violated.
-pub fn run(bytes: &[u8]) {
-    let _not_beside_alone = not_beside_alone();
-    let mut bytes = Bytes::new(bytes);
-    let mut world = World::new(&mut bytes);
-    bytes.steps(MAX_OPS, |bytes| {
-        world.step(bytes);
-        world.check();
-    });
-    world.finish();
 }
 
 fn range(address: u64, bytes: usize) -> DeviceRange {
     DeviceRange { device: DeviceId(0), address, bytes: bytes as u64 }
 }
 
-impl World {
-    fn new(bytes: &mut Bytes<'_>) -> Self {
+impl Program for World {
+    const PROCESS: Process = Process::Shared;
+
+    fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
         let mapping = bytes.choice(8) != 0;
-        let mut config = SimConfig::h200(1);
-        config.devices = vec![if mapping {
-            DeviceConfig::h200()
-        } else {
-            DeviceConfig::without_virtual_memory()
-        }];
-        let sim = Sim::new(config).capacity(CAPACITY);
+        let sim = simulated(mapping).capacity(CAPACITY);
         let sim = if bytes.choice(4) == 0 { sim } else { sim.symbolic() };
         let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim };
         let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(30)) + 4) << 20);
-        let mut config = PoolConfig::with_budget(budget.clone());
+        let mut config = PoolConfig::with_budget(budget);
         config.wait = Duration::from_micros(300);
         config.bypass = bytes.choice(8) == 1;
         config.export =
             if mapping && bytes.flag() { ExportTypes::POSIX_FD } else { ExportTypes::NONE };
-        let pool = DevicePool::open(sim.driver(), DeviceId(0), config)
-            .expect("a pool opens on an idle device");
-        let streams = (0..3).map(|_| pool.stream().expect("a stream of an idle device")).collect();
-        Self {
-            rig: Rig { sim, budget, pool, streams },
+        Some(Self {
+            rig: Rig::open(sim, config, 3),
             stable: Vec::new(),
             kept: Vec::new(),
             rooms: Vec::new(),
             blocks: Vec::new(),
             exported: Vec::new(),
             imported: Vec::new(),
-            open: Vec::new(),
-            peaks: TruePeaks::default(),
-        }
+        })
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -157,23 +115,49 @@ impl World {
             10..=12 => self.commit(bytes),
             13 | 14 => self.decommit(bytes),
             15 => self.prepare(bytes),
-            16 => self.finish_one(bytes),
+            16 => self.rig.end_one(bytes),
             17 => self.ordinary(bytes),
-            18 => self.rig.trim(bytes),
-            19 => self.rig.fail_one(bytes, &FAULTS),
+            18 => trim(&self.rig.pool, u64::from(bytes.u8()) << 18),
+            19 => self.rig.fail_one(bytes, FAULTS),
             20 => self.rig.go_on(bytes),
             _ => self.rig.limit(bytes, 40),
         }
     }
 
-    /// Runs work that must not call the driver.
-    fn quietly<T>(&mut self, what: &str, work: impl FnOnce(&mut Self) -> T) -> T {
-        let before = self.rig.sim.driver().calls().made();
-        let answer = work(self);
-        assert_eq!(before, self.rig.sim.driver().calls().made(), "{what} called the driver");
-        answer
+    fn check(&mut self) {
+        let committed: u64 =
+            self.rooms.iter().map(|room| (room.committed.len() * STEP) as u64).sum();
+        let blocks: u64 = self.blocks.iter().map(Block::capacity).sum();
+        let stable: u64 = self.stable.iter().map(|s| s.block.capacity()).sum();
+        assert_within(&self.rig.check(Some(committed + blocks + stable), None));
+        for room in &self.rooms {
+            assert_eq!(room.reserved.address(), room.address, "an address has changed");
+            let steps: BTreeSet<usize> = room
+                .reserved
+                .committed()
+                .into_iter()
+                .flat_map(|r| r.start / STEP..r.end.div_ceil(STEP))
+                .collect();
+            assert_eq!(steps, room.committed);
+        }
+        for Stable { block, address, content, .. } in &self.stable {
+            assert_eq!(block.address(), *address, "an address has changed");
+            self.check_content(range(*address, block.bytes() as usize), *content);
+        }
+        for Kept { token, content } in &self.kept {
+            self.check_content(token.range(), *content);
+        }
     }
 
+    fn finish(mut self) {
+        self.rig.sim.clear_failures();
+        self.rig.work_all();
+        drop((self.stable, self.kept, self.rooms, self.blocks, self.exported, self.imported));
+        self.rig.finish();
+    }
+}
+
+impl World {
     fn alloc(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.rig.pick_stream(bytes);
         let size = u64::from(bytes.u16()) << 7 | 1;
@@ -189,23 +173,17 @@ impl World {
     }
 
     fn free(&mut self, bytes: &mut Bytes<'_>) {
-        if self.stable.is_empty() {
-            return;
-        }
-        let at = usize::from(bytes.u8()) % self.stable.len();
-        let Stable { block, address, content, .. } = self.stable.swap_remove(at);
+        let Some(stable) = bytes.take(&mut self.stable) else { return };
+        let Stable { block, address, content, .. } = stable;
         for kept in self.kept.iter_mut().filter(|kept| kept.token.range().address == address) {
             kept.content = content;
         }
-        self.quietly("a free", |_| drop(block));
+        quietly(&self.rig.sim, "a free", || drop(block));
     }
 
     /// Writes a stable block, and waits for the write.
     fn write(&mut self, bytes: &mut Bytes<'_>) {
-        if self.stable.is_empty() {
-            return;
-        }
-        let at = usize::from(bytes.u8()) % self.stable.len();
+        let Some(at) = bytes.index(self.stable.len()) else { return };
         let byte = bytes.u8();
         let Stable { block, stream, content, .. } = &mut self.stable[at];
         let stream = &self.rig.streams[*stream];
@@ -238,20 +216,17 @@ impl World {
     }
 
     fn forget(&mut self, bytes: &mut Bytes<'_>) {
-        if !self.kept.is_empty() {
-            let at = usize::from(bytes.u8()) % self.kept.len();
-            let kept = self.kept.swap_remove(at);
-            self.quietly("the end of a registration", |_| drop(kept));
+        if let Some(kept) = bytes.take(&mut self.kept) {
+            quietly(&self.rig.sim, "the end of a registration", || drop(kept));
         }
     }
 
     fn export(&mut self, bytes: &mut Bytes<'_>) {
         if bytes.flag() && !self.exported.is_empty() {
             // Drops an export, which may be the last reference to the memory.
-            self.exported.swap_remove(usize::from(bytes.u8()) % self.exported.len());
-        } else if !self.stable.is_empty() {
-            let stable = &self.stable[usize::from(bytes.u8()) % self.stable.len()];
-            match stable.block.export() {
+            bytes.take(&mut self.exported);
+        } else if let Some(at) = bytes.index(self.stable.len()) {
+            match self.stable[at].block.export() {
                 Ok(exported) => self.exported.push(exported),
                 Err(MemoryError::Driver(_) | MemoryError::Unsupported { .. }) => {}
                 Err(other) => panic!("{other:?}"),
@@ -262,11 +237,10 @@ impl World {
     fn import(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.rig.pick_stream(bytes);
         if bytes.flag() && !self.imported.is_empty() {
-            let at = usize::from(bytes.u8()) % self.imported.len();
-            let imported = self.imported.swap_remove(at);
-            self.quietly("a free", |_| drop(imported));
-        } else if !self.exported.is_empty() {
-            let exported = &self.exported[usize::from(bytes.u8()) % self.exported.len()];
+            let imported = bytes.take(&mut self.imported);
+            quietly(&self.rig.sim, "a free", || drop(imported));
+        } else if let Some(at) = bytes.index(self.exported.len()) {
+            let exported = &self.exported[at];
             #[expect(unsafe_code, reason = "imports")]
             // SAFETY: 1. no work is queued through the import.
             let imported = unsafe { self.rig.pool.import(&self.rig.streams[stream], exported) };
@@ -277,10 +251,8 @@ impl World {
     fn reserve_or_drop(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.rig.pick_stream(bytes);
         if self.rooms.len() == 3 || (bytes.flag() && !self.rooms.is_empty()) {
-            let at = usize::from(bytes.u8()) % self.rooms.len();
-            let room = self.rooms.swap_remove(at);
-            self.quietly("a drop", |_| drop(room));
-            return;
+            let room = bytes.take(&mut self.rooms);
+            return quietly(&self.rig.sim, "a drop", || drop(room));
         }
         match self.rig.pool.reserve(&self.rig.streams[stream], MAX_LEN) {
             Ok(reserved) => {
@@ -302,10 +274,7 @@ impl World {
     }
 
     fn commit(&mut self, bytes: &mut Bytes<'_>) {
-        if self.rooms.is_empty() {
-            return;
-        }
-        let at = usize::from(bytes.u8()) % self.rooms.len();
+        let Some(at) = bytes.index(self.rooms.len()) else { return };
         let range = Self::elements(bytes);
         let Room { reserved, stream, committed, address } = &mut self.rooms[at];
         match reserved.commit(range.clone()) {
@@ -313,18 +282,11 @@ impl World {
                 if !range.is_empty() {
                     committed.extend(range.start / STEP..range.end.div_ceil(STEP));
                 }
-                let raw = self.rig.streams[*stream].raw();
-                let part = DeviceRange {
-                    device: DeviceId(0),
-                    address: *address + range.start as u64,
-                    bytes: range.len() as u64,
-                };
+                let stream = &self.rig.streams[*stream];
+                let part = self::range(*address + range.start as u64, range.len());
                 // It can be used at once by its own stream, unless another use is open.
-                if let Ok(used) = reserved.prepare(&self.rig.streams[*stream], Access::Write) {
-                    self.rig
-                        .sim
-                        .access(raw, part, Access::Write, Some(reserved.generation()))
-                        .expect(OURS);
+                if let Ok(used) = reserved.prepare(stream, Access::Write) {
+                    declare(&self.rig.sim, stream, part, Access::Write, reserved.generation());
                     drop(used);
                 }
                 assert!(reserved.slice(range).is_ok());
@@ -332,7 +294,7 @@ impl World {
             Err(MemoryError::Busy { address: busy }) => {
                 assert!(
                     busy == *address
-                        && self.open.iter().any(|o| o.generation == reserved.generation()),
+                        && self.rig.open.iter().any(|o| o.generation == reserved.generation()),
                     "busy with nothing open"
                 );
             }
@@ -343,13 +305,10 @@ impl World {
     }
 
     fn decommit(&mut self, bytes: &mut Bytes<'_>) {
-        if self.rooms.is_empty() {
-            return;
-        }
-        let at = usize::from(bytes.u8()) % self.rooms.len();
+        let Some(at) = bytes.index(self.rooms.len()) else { return };
         let range = Self::elements(bytes);
-        self.quietly("a decommit", |world| {
-            let Room { reserved, committed, .. } = &mut world.rooms[at];
+        quietly(&self.rig.sim, "a decommit", || {
+            let Room { reserved, committed, .. } = &mut self.rooms[at];
             let bytes = reserved.decommit(range.clone()).expect("within its bounds");
             let before = committed.len();
             let last = if range.end == MAX_LEN { MAX_LEN.div_ceil(STEP) } else { range.end / STEP };
@@ -361,50 +320,34 @@ impl World {
     /// Opens a use of all committed parts of a reserved range, or of a stable block.
     fn prepare(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.rig.pick_stream(bytes);
-        let access = [Access::Read, Access::Write][usize::from(bytes.choice(2))];
+        let access = bytes.pick([Access::Read, Access::Write]);
         let at = usize::from(bytes.u8());
-        let (answer, ranges, generation) = if bytes.flag() && !self.rooms.is_empty() {
+        let stream = self.rig.streams[stream].clone();
+        let open = if bytes.flag() && !self.rooms.is_empty() {
             let room = &self.rooms[at % self.rooms.len()];
             let ranges =
                 room.committed.iter().map(|step| range(room.address + (step * STEP) as u64, STEP));
-            let answer = room.reserved.prepare(&self.rig.streams[stream], access);
-            (answer, ranges.collect(), room.reserved.generation())
+            let (ranges, generation) = (ranges.collect(), room.reserved.generation());
+            let answer = room.reserved.prepare(&stream, access);
+            answer.map(|used| Open { used, stream, ranges, generation, access })
         } else if !self.stable.is_empty() {
             let block = self.stable[at % self.stable.len()].block.block();
-            let ranges = vec![range(block.address(), block.bytes() as usize)];
-            (block.prepare(&self.rig.streams[stream], access), ranges, block.generation())
+            block.prepare(&stream, access).map(|used| Open::of(used, block, &stream, access))
         } else {
             return;
         };
-        match answer {
-            Ok(used) => self.open.push(Open { used, stream, ranges, generation, access }),
+        match open {
+            Ok(open) => self.rig.open.push(open),
             Err(MemoryError::Driver(_) | MemoryError::Busy { .. }) => {}
             Err(other) => panic!("{other:?}"),
         }
-    }
-
-    fn finish_one(&mut self, bytes: &mut Bytes<'_>) {
-        if self.open.is_empty() {
-            return;
-        }
-        let at = usize::from(bytes.u8()) % self.open.len();
-        let open = self.open.swap_remove(at);
-        if bytes.flag() { self.work(open) } else { open.used.abort() }
-    }
-
-    fn work(&self, open: Open) {
-        for range in open.ranges {
-            let raw = self.rig.streams[open.stream].raw();
-            self.rig.sim.access(raw, range, open.access, Some(open.generation)).expect(OURS);
-        }
-        let _ = open.used.finish();
     }
 
     /// Allocates or frees an ordinary block, which changes the free memory.
     fn ordinary(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.rig.pick_stream(bytes);
         if bytes.flag() && !self.blocks.is_empty() {
-            self.blocks.swap_remove(usize::from(bytes.u8()) % self.blocks.len());
+            bytes.take(&mut self.blocks);
         } else {
             let size = u64::from(bytes.u16()) << 7 | 1;
             match self.rig.pool.alloc(&self.rig.streams[stream], Request::bytes(size)) {
@@ -415,42 +358,6 @@ impl World {
         }
     }
 
-    fn check(&self) {
-        let violations = self.rig.sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
-        let stats = self.rig.pool.stats();
-        assert_eq!(stats.physical, self.rig.budget.used(), "what is charged is what is held");
-        let committed: u64 =
-            self.rooms.iter().map(|room| (room.committed.len() * STEP) as u64).sum();
-        let blocks: u64 = self.blocks.iter().map(Block::capacity).sum();
-        let stable: u64 = self.stable.iter().map(|s| s.block.capacity()).sum();
-        let live = committed + blocks + stable;
-        assert_eq!(stats.live, live, "live bytes");
-        let Rig { pool, streams, .. } = &self.rig;
-        self.peaks.check(pool, &stats, streams.len(), (Some(live), None));
-        assert!(
-            stats.live + stats.cached + stats.pending <= stats.physical,
-            "more than is held: {stats:?}"
-        );
-        for room in &self.rooms {
-            assert_eq!(room.reserved.address(), room.address, "an address has changed");
-            let steps: BTreeSet<usize> = room
-                .reserved
-                .committed()
-                .into_iter()
-                .flat_map(|r| r.start / STEP..r.end.div_ceil(STEP))
-                .collect();
-            assert_eq!(steps, room.committed);
-        }
-        for Stable { block, address, content, .. } in &self.stable {
-            assert_eq!(block.address(), *address, "an address has changed");
-            self.check_content(range(*address, block.bytes() as usize), *content);
-        }
-        for Kept { token, content } in &self.kept {
-            self.check_content(token.range(), *content);
-        }
-    }
-
     fn check_content(&self, range: DeviceRange, content: Option<u8>) {
         // Devices without bytes have nothing to read.
         let ends = [range.address, range.address + range.bytes - 1]
@@ -458,30 +365,5 @@ impl World {
         for end in ends.into_iter().flatten() {
             assert!(content.is_none_or(|byte| end == [byte]), "contents have changed");
         }
-    }
-
-    fn finish(mut self) {
-        self.rig.sim.clear_failures();
-        while let Some(open) = self.open.pop() {
-            self.work(open);
-        }
-        let Rig { sim, budget, pool, streams } = self.rig;
-        drop((self.stable, self.kept, self.rooms, self.blocks, self.exported, self.imported));
-        for stream in &streams {
-            stream.synchronize().expect("no fault is left");
-        }
-        pool.trim(0).expect("no fault is left");
-        let stats = pool.stats();
-        assert_eq!(
-            (stats.live, stats.pending, stats.cached, stats.physical),
-            (0, 0, 0, 0),
-            "{stats:?}"
-        );
-        assert_eq!(budget.used(), 0, "a charge was lost");
-        drop(pool);
-        drop(streams);
-        let violations = sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
-        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
     }
 }

@@ -13,7 +13,8 @@
 
 use crate::{
     pinned::shared_host,
-    program::{Bytes, MAX_OPS, alone},
+    program::{Bytes, Process, Program},
+    rig::assert_silent,
 };
 use aquifer_core::Budget;
 use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
@@ -47,22 +48,6 @@ const LARGEST: usize = 12 * SLOT;
 /// Longer than any operation takes that does not hang.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Runs the program that `bytes` encodes.
-///
-/// # Panics
-///
-/// If the stager violates an invariant.
-pub fn run(bytes: &[u8]) {
-    let _alone = alone();
-    let mut bytes = Bytes::new(bytes);
-    let Some(mut machine) = Machine::new(&mut bytes) else { return };
-    bytes.steps(MAX_OPS, |bytes| {
-        machine.step(bytes);
-        machine.check();
-    });
-    machine.finish();
-}
-
 /// Device memory and its expected contents, or `None` after a failed transfer.
 struct Held {
     buffer: DeviceBuffer<u8>,
@@ -75,7 +60,7 @@ enum Flying {
     Down(Ticket<(DeviceBuffer<u8>, Vec<u8>)>, Option<Vec<u8>>),
 }
 
-struct Machine {
+pub(crate) struct Machine {
     sim: Sim,
     budget: Budget,
     pinned: PinnedPool,
@@ -119,8 +104,10 @@ impl Source for Odd {
     }
 }
 
-impl Machine {
-    fn new(bytes: &mut Bytes<'_>) -> Option<Self> {
+impl Program for Machine {
+    const PROCESS: Process = Process::Alone;
+
+    fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
         let settings = bytes.u8();
         let sim = Sim::h200(1).capacity(64 << 20);
         let sim = match settings & 3 {
@@ -183,6 +170,58 @@ impl Machine {
         }
     }
 
+    fn check(&mut self) {
+        assert_silent(&self.sim);
+    }
+
+    fn finish(mut self) {
+        self.sim.clear_failures();
+        let mut rest = Bytes::new(&[]);
+        while !self.flying.is_empty() {
+            self.wait(&mut rest);
+        }
+        for x in std::mem::take(&mut self.operands) {
+            let mut down = vec![0; x.buffer.range().bytes as usize];
+            let outcome = self.stager.scope(|s| s.download(&x.buffer, &mut down).map(drop));
+            let well = self.went_well(outcome.and_then(|taken| taken), false);
+            assert!(well || self.lost, "all is well again, and a transfer failed");
+            if well && let Some(expected) = x.bytes {
+                assert!(down == expected, "bytes were lost");
+            }
+        }
+        self.check();
+        let Self { sim, budget, pinned, pool, stager, home, lost, forgotten, .. } = self;
+        drop((stager, home, pool));
+        sim.run_all();
+        // Workers may still be returning slots. Per-thread counters agree once all threads are
+        // idle.
+        let quiet = Instant::now() + PATIENCE;
+        while !pinned.is_consistent() {
+            assert!(Instant::now() < quiet, "the books of the pinned pool disagree");
+            thread::yield_now();
+        }
+        drop((pinned, forgotten));
+        // Memory that a lost device may still access is kept permanently.
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            pool::sweep();
+            let (stranded, left) = (retry_stranded(), sim.outstanding());
+            if lost || (budget.used() == 0 && left.registrations == 0 && left.host_allocations == 0)
+            {
+                break;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "{} charged, {stranded} stranded, {left}",
+                budget.used()
+            );
+            thread::yield_now();
+        }
+        assert_silent(&sim);
+    }
+}
+
+impl Machine {
     /// Returns a size of at most several slots, small in most cases.
     fn size(bytes: &mut Bytes<'_>) -> usize {
         (usize::from(bytes.small()) << bytes.choice(4)).clamp(1, LARGEST)
@@ -428,58 +467,6 @@ impl Machine {
             let given = self.stager.trim();
             assert_eq!(given % SLOT as u64, 0);
         }
-    }
-
-    fn check(&self) {
-        let found = self.sim.violations();
-        assert!(found.is_empty(), "{}", found[0]);
-    }
-
-    fn finish(mut self) {
-        self.sim.clear_failures();
-        let mut rest = Bytes::new(&[]);
-        while !self.flying.is_empty() {
-            self.wait(&mut rest);
-        }
-        for x in std::mem::take(&mut self.operands) {
-            let mut down = vec![0; x.buffer.range().bytes as usize];
-            let outcome = self.stager.scope(|s| s.download(&x.buffer, &mut down).map(drop));
-            let well = self.went_well(outcome.and_then(|taken| taken), false);
-            assert!(well || self.lost, "all is well again, and a transfer failed");
-            if well && let Some(expected) = x.bytes {
-                assert!(down == expected, "bytes were lost");
-            }
-        }
-        self.check();
-        let Self { sim, budget, pinned, pool, stager, home, lost, forgotten, .. } = self;
-        drop((stager, home, pool));
-        sim.run_all();
-        // Workers may still be returning slots. Per-thread counters agree once all threads are
-        // idle.
-        let quiet = Instant::now() + PATIENCE;
-        while !pinned.is_consistent() {
-            assert!(Instant::now() < quiet, "the books of the pinned pool disagree");
-            thread::yield_now();
-        }
-        drop((pinned, forgotten));
-        // Memory that a lost device may still access is kept permanently.
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            pool::sweep();
-            let (stranded, left) = (retry_stranded(), sim.outstanding());
-            if lost || (budget.used() == 0 && left.registrations == 0 && left.host_allocations == 0)
-            {
-                break;
-            }
-            assert!(
-                Instant::now() < deadline,
-                "{} charged, {stranded} stranded, {left}",
-                budget.used()
-            );
-            thread::yield_now();
-        }
-        let found = sim.violations();
-        assert!(found.is_empty(), "{}", found[0]);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::{
     adapters, agree, arena, budget, device, global, graphs, heap, ledger, mixed, park, pinned,
-    placement, plan, pressure, registered, share, stable, stager,
+    placement, plan, pressure, program::run, registered, share, stable, stager,
 };
 
 /// A fuzz program and its name.
@@ -16,27 +16,27 @@ pub struct Target {
 
 /// All programs, in order of their names.
 pub const TARGETS: [Target; 21] = [
-    Target { name: "adapters", run: adapters::run },
+    Target { name: "adapters", run: run::<adapters::World> },
     Target { name: "agree", run: agree::run },
     Target { name: "arena", run: arena::run },
-    Target { name: "budget", run: budget::run },
-    Target { name: "checked", run: device::run_checked },
-    Target { name: "device", run: |bytes| _ = device::run(bytes) },
+    Target { name: "budget", run: run::<budget::World> },
+    Target { name: "checked", run: |bytes| device::run_as(bytes, true, false) },
+    Target { name: "device", run: run::<device::World> },
     Target { name: "global", run: global::run },
-    Target { name: "graphs", run: graphs::run },
+    Target { name: "graphs", run: run::<graphs::World> },
     Target { name: "heap", run: heap::run },
-    Target { name: "ledger", run: ledger::run },
+    Target { name: "ledger", run: run::<ledger::World> },
     Target { name: "mixed", run: mixed::run },
     Target { name: "park", run: |bytes| _ = park::run(bytes) },
-    Target { name: "pinned", run: pinned::run },
-    Target { name: "placement", run: placement::run },
+    Target { name: "pinned", run: run::<pinned::Machine> },
+    Target { name: "placement", run: run::<placement::World> },
     Target { name: "plan", run: plan::run },
-    Target { name: "pressure", run: pressure::run },
-    Target { name: "registered", run: registered::run },
-    Target { name: "retaining", run: device::run_retaining },
-    Target { name: "share", run: share::run },
-    Target { name: "stable", run: stable::run },
-    Target { name: "stager", run: stager::run },
+    Target { name: "pressure", run: run::<pressure::World> },
+    Target { name: "registered", run: run::<registered::Machine> },
+    Target { name: "retaining", run: |bytes| device::run_as(bytes, false, true) },
+    Target { name: "share", run: run::<share::World> },
+    Target { name: "stable", run: run::<stable::World> },
+    Target { name: "stager", run: run::<stager::Machine> },
 ];
 
 /// Returns the target with this name.

@@ -1,25 +1,26 @@
-//! Generates a program without races from bytes.
+//! Performs a program without races that bytes encode.
 
 mod graphs;
 
 use super::{
-    EVENTS, FIRST_HALF, Fault, GRANULE, HOSTS, HostPart, Operation, PAGEABLE, Part, Place, Program,
-    RANGE,
+    EVENTS, FIRST_HALF, GRANULE, HOSTS, HostPart, Outcome, PAGEABLE, Part, Place, RANGE,
+    machine::{Machine, Side},
 };
-use crate::program::Bytes;
-use aquifer_driver::{Pattern, Rows};
+use crate::program::{Bytes, count_operation};
+use aquifer_driver::{DeviceId, Driver, Pattern, Result, Rows};
+use std::sync::Arc;
 
 /// Steps per program. Each is an operation with the ordering that it needs.
 const STEPS: usize = 60;
 /// Maximum number of live blocks.
-const BLOCKS: usize = 8;
+pub(super) const BLOCKS: usize = 8;
 /// Maximum number of live handles.
 const HANDLES: usize = 3;
 /// The largest block, in bytes.
 const LARGEST: u64 = 96 << 10;
 
 /// Choices read from bytes. After the last byte every choice is the first option.
-struct Choices<'a>(Bytes<'a>);
+pub(super) struct Choices<'a>(Bytes<'a>);
 
 impl Choices<'_> {
     fn byte(&mut self) -> u8 {
@@ -27,16 +28,16 @@ impl Choices<'_> {
     }
 
     /// Returns a number below `bound`, which must not be 0 or exceed 32 bits.
-    fn below(&mut self, bound: u64) -> u64 {
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
         u64::from(self.0.u32()) % bound
     }
 
-    fn index(&mut self, bound: usize) -> usize {
+    pub(super) fn index(&mut self, bound: usize) -> usize {
         self.below(bound as u64) as usize
     }
 
     /// Returns one element of `of`, or `None` if it is empty.
-    fn pick<T: Copy>(&mut self, of: &[T]) -> Option<T> {
+    pub(super) fn pick<T: Copy>(&mut self, of: &[T]) -> Option<T> {
         (!of.is_empty()).then(|| of[self.index(of.len())])
     }
 
@@ -66,48 +67,53 @@ struct Touched {
 
 /// A live block.
 #[derive(Clone, Copy)]
-struct Block {
-    bytes: u64,
-    pooled: bool,
+pub(super) struct Block {
+    pub(super) bytes: u64,
+    pub(super) pooled: bool,
 }
 
 /// Physical memory and its mappings.
 #[derive(Clone)]
-struct Handle {
+pub(super) struct Handle {
     granules: u64,
-    at: Vec<u64>,
+    pub(super) at: Vec<u64>,
     released: bool,
 }
 
 /// Memory that is tracked as one unit: a block, a handle (through any mapping), or a host buffer.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Memory {
+pub(super) enum Memory {
     Block(usize),
     Handle(usize),
     Host(usize),
 }
 
-struct Generator<'a> {
-    choices: Choices<'a>,
-    streams: usize,
-    operations: Vec<Operation>,
+pub(super) struct Generator<'a> {
+    pub(super) choices: Choices<'a>,
+    pub(super) streams: usize,
+    pub(super) machine: Machine,
     clocks: Vec<Clock>,
     /// The clock at each event's last record.
     events: Vec<Clock>,
-    blocks: [Option<Block>; BLOCKS],
-    handles: [Option<Handle>; HANDLES],
+    pub(super) blocks: [Option<Block>; BLOCKS],
+    pub(super) handles: [Option<Handle>; HANDLES],
     touched: Vec<(Memory, Touched)>,
 }
 
-/// Generates the program that `bytes` encode.
-pub(super) fn generate(bytes: &[u8]) -> Program {
+/// Performs the program that `bytes` encode, without its waits between streams if it is careless.
+pub(super) fn perform(
+    bytes: &[u8],
+    careless: bool,
+    driver: &Arc<dyn Driver>,
+    device: DeviceId,
+) -> Result<Outcome> {
     let mut choices = Choices(Bytes::new(bytes));
     let streams = 2 + choices.index(2);
     let zero = vec![0; streams + 1];
     let mut generator = Generator {
         choices,
         streams,
-        operations: Vec::new(),
+        machine: Machine::new(driver, device, streams, careless)?,
         clocks: vec![zero.clone(); streams + 1],
         events: vec![zero; EVENTS],
         blocks: [None; BLOCKS],
@@ -120,9 +126,10 @@ pub(super) fn generate(bytes: &[u8]) -> Program {
     generator.allocate();
     generator.create();
     for _ in 0..STEPS {
+        count_operation();
         generator.step();
     }
-    Program { streams, operations: generator.operations }
+    generator.machine.finish()
 }
 
 impl Generator<'_> {
@@ -172,15 +179,15 @@ impl Generator<'_> {
         join(&mut self.clocks[stream], &host);
     }
 
-    fn record(&mut self, event: usize, stream: usize) {
+    pub(super) fn record(&mut self, event: usize, stream: usize) {
         self.enqueue(stream);
-        self.operations.push(Operation::Record { event, stream });
+        self.machine.record(event, stream);
         self.events[event] = self.clocks[stream].clone();
     }
 
     fn wait(&mut self, stream: usize, event: usize) {
         self.enqueue(stream);
-        self.operations.push(Operation::Wait { stream, event });
+        self.machine.wait(stream, event);
         let seen = self.events[event].clone();
         join(&mut self.clocks[stream], &seen);
     }
@@ -189,15 +196,15 @@ impl Generator<'_> {
     fn host_waits(&mut self, stream: usize) {
         let event = self.choices.index(EVENTS);
         match self.choices.below(4) {
-            0 => self.operations.push(Operation::Synchronize { stream }),
-            1 => self.operations.push(Operation::Poll { stream }),
+            0 => self.machine.synchronize(stream),
+            1 => self.machine.poll(stream),
             2 => {
                 self.record(event, stream);
-                self.operations.push(Operation::SynchronizeEvent { event });
+                self.machine.synchronize_event(event);
             }
             _ => {
                 self.record(event, stream);
-                self.operations.push(Operation::PollEvent { event });
+                self.machine.poll_event(event);
             }
         }
         let (seen, host) = (self.clocks[stream].clone(), self.host_agent());
@@ -205,7 +212,7 @@ impl Generator<'_> {
     }
 
     /// Orders an access of `agent` after all conflicting accesses, and records it.
-    fn order(&mut self, agent: usize, memory: Memory, writes: bool) {
+    pub(super) fn order(&mut self, agent: usize, memory: Memory, writes: bool) {
         let host = self.host_agent();
         if agent != host {
             self.enqueue(agent);
@@ -249,11 +256,11 @@ impl Generator<'_> {
 
     // --- state ---
 
-    fn stream(&mut self) -> usize {
+    pub(super) fn stream(&mut self) -> usize {
         self.choices.index(self.streams)
     }
 
-    fn free_ranges(&self, granules: u64) -> Vec<u64> {
+    pub(super) fn free_ranges(&self, granules: u64) -> Vec<u64> {
         let taken = |granule: u64| {
             let covers = |handle: &Handle| {
                 handle.at.iter().any(|&at| (at..at + handle.granules).contains(&granule))
@@ -291,7 +298,7 @@ impl Generator<'_> {
     }
 
     /// Returns the handles that can still be mapped: index and size.
-    fn open_handles(&self) -> Vec<(usize, u64)> {
+    pub(super) fn open_handles(&self) -> Vec<(usize, u64)> {
         let open = |(index, handle): (usize, &Option<Handle>)| {
             handle.as_ref().filter(|handle| !handle.released).map(|handle| (index, handle.granules))
         };
@@ -304,13 +311,8 @@ impl Generator<'_> {
         let Some(slot) = self.blocks.iter().position(Option::is_none) else { return };
         let (bytes, pooled, stream) =
             (1 + self.choices.below(LARGEST), self.choices.below(2) == 0, self.stream());
-        let agent = if pooled {
-            self.operations.push(Operation::PoolAllocate { slot, stream, bytes });
-            stream
-        } else {
-            self.operations.push(Operation::Allocate { slot, bytes });
-            self.host_agent()
-        };
+        self.machine.allocate(slot, pooled.then_some(stream), bytes);
+        let agent = if pooled { stream } else { self.host_agent() };
         self.blocks[slot] = Some(Block { bytes, pooled });
         // The first use of it is ordered after the allocation.
         self.order(agent, Memory::Block(slot), true);
@@ -321,26 +323,16 @@ impl Generator<'_> {
     fn fill_whole(&mut self, memory: Memory, place: Place, bytes: u64) {
         let (stream, byte) = (self.stream(), self.choices.byte());
         self.order(stream, memory, true);
-        self.operations.push(Operation::Fill {
-            stream,
-            to: Part { place, offset: 0, bytes },
-            byte,
-        });
+        self.machine.fill(stream, Part { place, offset: 0, bytes }, byte);
     }
 
     fn free(&mut self) {
         let live: Vec<_> = (0..BLOCKS).filter(|&slot| self.blocks[slot].is_some()).collect();
         let Some(slot) = self.choices.pick(&live) else { return };
         let Some(block) = self.blocks[slot].take() else { return };
-        if block.pooled {
-            let stream = self.stream();
-            self.order(stream, Memory::Block(slot), true);
-            self.operations.push(Operation::PoolFree { slot, stream });
-        } else {
-            let host = self.host_agent();
-            self.order(host, Memory::Block(slot), true);
-            self.operations.push(Operation::Free { slot });
-        }
+        let stream = block.pooled.then(|| self.stream());
+        self.order(stream.unwrap_or(self.host_agent()), Memory::Block(slot), true);
+        self.machine.free(slot, stream);
         self.forget(Memory::Block(slot));
     }
 
@@ -349,8 +341,8 @@ impl Generator<'_> {
         let granules = 1 + u64::from(self.choices.below(4) == 0);
         let free = self.free_ranges(granules);
         let Some(at) = self.choices.pick(&free) else { return };
-        self.operations.push(Operation::Create { handle, granules });
-        self.operations.push(Operation::Map { handle, at, granules });
+        self.machine.create(handle, granules);
+        self.machine.map(handle, at, granules);
         self.handles[handle] = Some(Handle { granules, at: vec![at], released: false });
         let host = self.host_agent();
         self.order(host, Memory::Handle(handle), true);
@@ -365,7 +357,7 @@ impl Generator<'_> {
         if let Some(handle) = &mut self.handles[index] {
             handle.at.push(at);
         }
-        self.operations.push(Operation::Map { handle: index, at, granules });
+        self.machine.map(index, at, granules);
     }
 
     fn unmap(&mut self) {
@@ -382,14 +374,14 @@ impl Generator<'_> {
         self.order(host, Memory::Handle(index), true);
         let Some(handle) = &mut self.handles[index] else { return };
         let at = handle.at.swap_remove(self.choices.index(handle.at.len()));
-        self.operations.push(Operation::Unmap { at, granules: handle.granules });
+        self.machine.unmap(at);
         self.bury(index);
     }
 
     fn release(&mut self) {
         let open = self.open_handles();
         let Some((index, _)) = self.choices.pick(&open) else { return };
-        self.operations.push(Operation::Release { handle: index });
+        self.machine.release(index);
         if let Some(handle) = &mut self.handles[index] {
             handle.released = true;
         }
@@ -413,20 +405,18 @@ impl Generator<'_> {
             (self.stream(), self.choices.byte(), self.choices.range(size));
         self.order(stream, memory, true);
         let to = Part { place, offset, bytes };
-        let operation = match self.choices.below(3) {
+        match self.choices.below(3) {
             0 => self.fill_with(stream, to, byte),
             1 => {
                 let (pitch, _, rows) = self.rows(bytes);
-                Operation::FillRows { stream, to, pattern: Pattern::Byte(byte), pitch, rows }
+                self.machine.fill_rows(stream, to, Pattern::Byte(byte), (pitch, rows));
             }
-            _ => Operation::Fill { stream, to, byte },
-        };
-        self.operations.push(operation);
+            _ => self.machine.fill(stream, to, byte),
+        }
     }
 
-    /// Creates a fill of the aligned middle of a part with elements of 2 or 4 bytes, in rows or
-    /// contiguous.
-    fn fill_with(&mut self, stream: usize, to: Part, byte: u8) -> Operation {
+    /// Fills the aligned middle of a part with elements of 2 or 4 bytes, in rows or contiguous.
+    fn fill_with(&mut self, stream: usize, to: Part, byte: u8) {
         let pattern = match self.choices.below(2) {
             0 => Pattern::Half(u16::from_ne_bytes([byte, !byte])),
             _ => Pattern::Word(u32::from_ne_bytes([byte, !byte, 1, 2])),
@@ -436,13 +426,13 @@ impl Generator<'_> {
         let count = (to.offset + to.bytes).saturating_sub(offset) / element;
         let part = Part { offset, bytes: count * element, ..to };
         if count == 0 {
-            return Operation::Fill { stream, to, byte };
+            return self.machine.fill(stream, to, byte);
         }
         if self.choices.below(2) == 0 {
-            return Operation::FillWith { stream, to: part, pattern };
+            return self.machine.fill_with(stream, part, pattern);
         }
         let (pitch, _, rows) = self.rows(count);
-        Operation::FillRows { stream, to: part, pattern, pitch: pitch * element, rows }
+        self.machine.fill_rows(stream, part, pattern, (pitch * element, rows));
     }
 
     /// Returns rows that fit into `room` with two independent pitches.
@@ -454,8 +444,10 @@ impl Generator<'_> {
         (pitches[0], pitches[1], Rows { width, height })
     }
 
-    fn in_rows(&mut self) -> bool {
-        self.choices.below(3) == 0
+    /// Copies all of a part, or some rows of it.
+    fn move_bytes(&mut self, stream: usize, from: Side, to: Side, bytes: u64) {
+        let rows = (self.choices.below(3) == 0).then(|| self.rows(bytes));
+        self.machine.copy(stream, from, to, rows);
     }
 
     fn upload(&mut self) {
@@ -466,13 +458,7 @@ impl Generator<'_> {
         self.order(stream, Memory::Host(from.host), false);
         self.order(stream, memory, true);
         let to = Part { place, offset, bytes: from.bytes as u64 };
-        let operation = if self.in_rows() {
-            let (from_pitch, to_pitch, rows) = self.rows(to.bytes);
-            Operation::UploadRows { stream, from, from_pitch, to, to_pitch, rows }
-        } else {
-            Operation::Upload { stream, from, to }
-        };
-        self.operations.push(operation);
+        self.move_bytes(stream, Side::Host(from), Side::Device(to), to.bytes);
     }
 
     fn download(&mut self) {
@@ -483,13 +469,7 @@ impl Generator<'_> {
         self.order(stream, memory, false);
         self.order(stream, Memory::Host(to.host), true);
         let from = Part { place, offset, bytes: to.bytes as u64 };
-        let operation = if self.in_rows() {
-            let (from_pitch, to_pitch, rows) = self.rows(from.bytes);
-            Operation::DownloadRows { stream, from, from_pitch, to, to_pitch, rows }
-        } else {
-            Operation::Download { stream, from, to }
-        };
-        self.operations.push(operation);
+        self.move_bytes(stream, Side::Device(from), Side::Host(to), from.bytes);
     }
 
     fn copy(&mut self) {
@@ -499,7 +479,7 @@ impl Generator<'_> {
             return;
         };
         let stream = self.stream();
-        let (from_part, to_part) = if memory == other {
+        let (from, to) = if memory == other {
             // From one half to the other, possibly through another mapping.
             let half = size / 2;
             if half == 0 {
@@ -515,117 +495,13 @@ impl Generator<'_> {
         };
         self.order(stream, memory, false);
         self.order(stream, other, true);
-        let (from, to) = (from_part, to_part);
-        let operation = if self.in_rows() {
-            let (from_pitch, to_pitch, rows) = self.rows(to.bytes);
-            Operation::CopyRows { stream, from, from_pitch, to, to_pitch, rows }
-        } else {
-            Operation::Copy { stream, from, to }
-        };
-        self.operations.push(operation);
+        self.move_bytes(stream, Side::Device(from), Side::Device(to), to.bytes);
     }
 
     fn write(&mut self, to: HostPart) {
         let (host, seed) = (self.host_agent(), u64::from(self.choices.0.u32()));
         self.order(host, Memory::Host(to.host), true);
-        self.operations.push(Operation::Write { to, seed });
-    }
-
-    fn mistake(&mut self) {
-        if let Some(fault) = self.fault() {
-            self.operations.push(Operation::Mistake(fault));
-        }
-    }
-
-    /// Returns an event that has been recorded outside a capture.
-    fn outside_event(&mut self, stream: usize) -> usize {
-        let event = self.choices.index(EVENTS);
-        self.record(event, stream);
-        event
-    }
-
-    fn fault(&mut self) -> Option<Fault> {
-        let open = self.open_handles();
-        let stream = self.stream();
-        Some(match self.choices.below(25) {
-            0 => Fault::ReserveNothing,
-            1 => Fault::ReserveOffGranule,
-            2 => Fault::CreateNothing,
-            3 => Fault::CreateOffGranule,
-            4 => Fault::CreateTooMuch,
-            5 => {
-                let (handle, granules) = self.choices.pick(&open)?;
-                let taken: Vec<_> =
-                    self.handles.iter().flatten().flat_map(|h| h.at.iter().copied()).collect();
-                let at = self.choices.pick(&taken)?.min(RANGE - granules);
-                Fault::MapTwice { handle, at, granules }
-            }
-            6 => self
-                .choices
-                .pick(&open)
-                .map(|(handle, granules)| Fault::MapUnreserved { handle, granules })?,
-            7 | 8 => {
-                let free = self.free_ranges(1);
-                let at = self.choices.pick(&free)?;
-                if self.choices.below(2) == 0 {
-                    Fault::UnmapNothing { at }
-                } else {
-                    Fault::AccessNothing { at }
-                }
-            }
-            9 => Fault::AllocateNothing,
-            10 => Fault::AllocateTooMuch,
-            11 => {
-                let inside = |slot: &usize| {
-                    self.blocks[*slot].is_some_and(|block| !block.pooled && block.bytes > 512)
-                };
-                let direct: Vec<_> = (0..BLOCKS).filter(inside).collect();
-                Fault::FreeInside { slot: self.choices.pick(&direct)? }
-            }
-            12 => Fault::PoolAllocateNothing { stream },
-            13 => Fault::PoolAllocateTooMuch { stream },
-            14 => Fault::RegisterTwice,
-            15 => Fault::UnregisterNothing,
-            side @ (16 | 17) => {
-                let room = (HOSTS[FIRST_HALF] + HOSTS[FIRST_HALF + 1]) as u64;
-                let large =
-                    |slot: &usize| self.blocks[*slot].is_some_and(|block| block.bytes >= room);
-                let slots: Vec<_> = (0..BLOCKS).filter(large).collect();
-                let slot = self.choices.pick(&slots)?;
-                let up = side == 16;
-                // The copy is ordered correctly. Only its two registrations are wrong.
-                self.order(stream, Memory::Host(FIRST_HALF), !up);
-                self.order(stream, Memory::Host(FIRST_HALF + 1), !up);
-                self.order(stream, Memory::Block(slot), up);
-                if up {
-                    Fault::UploadAcross { stream, slot }
-                } else {
-                    Fault::DownloadAcross { stream, slot }
-                }
-            }
-            18 => Fault::NoSuchDevice,
-            19 => Fault::EndNothing { stream },
-            20 => Fault::CaptureTwice { stream },
-            21 => Fault::QueryCapturing { stream },
-            22 => Fault::WaitFromOutside { stream, event: self.outside_event(stream) },
-            23 => {
-                let live: Vec<_> =
-                    (0..BLOCKS).filter(|&slot| self.blocks[slot].is_some()).collect();
-                let slot = self.choices.pick(&live)?;
-                let (other, event) = ((stream + 1) % self.streams, self.choices.index(EVENTS));
-                // Record the event again outside a capture, as other steps expect.
-                let fault = Fault::LeaveUnjoined { stream, other, event, slot };
-                self.operations.push(Operation::Mistake(fault));
-                self.record(event, stream);
-                return None;
-            }
-            _ => {
-                let event = self.choices.index(EVENTS);
-                self.operations.push(Operation::Mistake(Fault::QueryCaptured { stream, event }));
-                self.record(event, stream);
-                return None;
-            }
-        })
+        self.machine.hosts.write(to, seed);
     }
 }
 

@@ -23,7 +23,7 @@ const MOST: usize = 1 << 32;
 
 /// The global allocator with a table of its blocks. Clones share the table.
 #[derive(Clone, Debug, Default)]
-pub struct Books {
+pub(crate) struct Books {
     blocks: Rc<RefCell<BTreeMap<usize, Entry>>>,
     /// Every how many allocations one fails. 0 for none.
     refuse: Rc<Cell<u32>>,
@@ -40,13 +40,13 @@ struct Entry {
 
 impl Books {
     /// Makes every `nth` allocation fail from now on, or none for 0.
-    pub fn refuse(&self, nth: u32) {
+    pub(crate) fn refuse(&self, nth: u32) {
         self.refuse.set(nth);
     }
 
     /// Frees deallocated blocks whose gates are open, without waiting. Returns how many blocks are
     /// live, and how many are held back.
-    pub fn reap(&self) -> (usize, usize) {
+    pub(crate) fn reap(&self) -> (usize, usize) {
         let mut blocks = self.blocks.borrow_mut();
         blocks.retain(|_, entry| {
             if entry.freed && entry.gates.iter().all(|gate| gate.is_open()) {
@@ -129,11 +129,11 @@ unsafe impl DeferReuse for Books {
 
 /// A gate that the program opens. A wait returns at once if it is closed.
 #[derive(Debug, Default)]
-pub struct Latch(AtomicBool);
+pub(crate) struct Latch(AtomicBool);
 
 impl Latch {
     /// Opens the gate.
-    pub fn open(&self) {
+    pub(crate) fn open(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 }

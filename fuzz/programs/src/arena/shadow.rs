@@ -31,7 +31,7 @@ struct Held {
 
 /// Live blocks, and bytes that a device still reads.
 #[derive(Debug, Default)]
-pub struct Shadow {
+pub(crate) struct Shadow {
     blocks: Vec<Block>,
     held: Vec<Held>,
     stamps: u8,
@@ -44,7 +44,7 @@ fn is(start: NonNull<u8>, from: usize, to: usize, stamp: u8) -> bool {
 
 impl Shadow {
     /// Performs one operation on `allocator`, chosen by the next bytes.
-    pub fn step(&mut self, allocator: &(impl Allocator + ?Sized), bytes: &mut Bytes<'_>) {
+    pub(crate) fn step(&mut self, allocator: &(impl Allocator + ?Sized), bytes: &mut Bytes<'_>) {
         match bytes.choice(10) {
             0..=3 => self.allocate(allocator, bytes),
             4 | 5 => self.free(allocator, bytes),
@@ -161,7 +161,7 @@ impl Shadow {
     }
 
     /// Lets a device read one of the blocks until a gate opens.
-    pub fn defer(&mut self, allocator: &impl DeferReuse, bytes: &mut Bytes<'_>) {
+    pub(crate) fn defer(&mut self, allocator: &impl DeferReuse, bytes: &mut Bytes<'_>) {
         let Some(block) = self.pick(bytes).map(|which| &self.blocks[which]) else { return };
         if block.layout.size() == 0 {
             return;
@@ -177,30 +177,29 @@ impl Shadow {
     }
 
     /// Opens one of the closed gates.
-    pub fn open_one(&mut self, bytes: &mut Bytes<'_>) {
+    pub(crate) fn open_one(&mut self, bytes: &mut Bytes<'_>) {
         if let Some(which) = usize::from(bytes.u8()).checked_rem(self.held.len()) {
             self.held.swap_remove(which).until.open();
         }
     }
 
     /// Opens every gate.
-    pub fn open_all(&mut self) {
+    pub(crate) fn open_all(&mut self) {
         self.held.drain(..).for_each(|held| held.until.open());
     }
 
     /// Returns whether a gate is closed.
-    #[must_use]
-    pub fn is_held(&self) -> bool {
+    pub(crate) fn is_held(&self) -> bool {
         self.held.iter().any(|held| !held.until.is_open())
     }
 
     /// Drops the blocks of an arena, which are not used any more.
-    pub fn forget(&mut self) {
+    pub(crate) fn forget(&mut self) {
         self.blocks.clear();
     }
 
     /// Frees everything.
-    pub fn drain(&mut self, allocator: &(impl Allocator + ?Sized), bytes: &mut Bytes<'_>) {
+    pub(crate) fn drain(&mut self, allocator: &(impl Allocator + ?Sized), bytes: &mut Bytes<'_>) {
         self.check();
         while !self.blocks.is_empty() {
             self.free(allocator, bytes);
@@ -208,7 +207,7 @@ impl Shadow {
     }
 
     /// Checks all blocks.
-    pub fn check(&self) {
+    pub(crate) fn check(&self) {
         for (at, block) in self.blocks.iter().enumerate() {
             assert!(is(block.start, 0, block.bytes, block.stamp), "{block:?} was overwritten");
             let (from, to) = (block.start.addr().get(), block.start.addr().get() + block.bytes);

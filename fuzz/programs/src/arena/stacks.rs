@@ -9,11 +9,7 @@ use aquifer_adapters::{
 use aquifer_core::{Budget, Tag};
 
 /// Runs the program that `bytes` encodes.
-///
-/// # Panics
-///
-/// If an invariant is violated.
-pub fn run(bytes: &mut Bytes<'_>) {
+pub(crate) fn run(bytes: &mut Bytes<'_>) {
     let books = Books::default();
     let depth = 1 + usize::from(bytes.choice(4));
     let layers: Vec<u8> = (0..depth).map(|_| bytes.u8()).collect();

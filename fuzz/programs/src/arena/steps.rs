@@ -10,11 +10,7 @@ use aquifer_core::{DeferReuse, MemoryError};
 const MAX_DEPTH: u8 = 4;
 
 /// Runs the program that `bytes` encodes.
-///
-/// # Panics
-///
-/// If an invariant is violated.
-pub fn run(bytes: &mut Bytes<'_>) {
+pub(crate) fn run(bytes: &mut Bytes<'_>) {
     let books = Books::default();
     let on_reset =
         [OnReset::KeepLargest, OnReset::KeepAll, OnReset::Merge][usize::from(bytes.choice(3))];

@@ -47,8 +47,8 @@ const MINIMISE: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(2);
 /// Maximum length of a panic message in the output.
 const MESSAGE: usize = 200;
-/// The width of a worker's line, which has seven numbers.
-const LINE: usize = 7 * 21;
+/// The width of a worker's line, which has four numbers.
+const LINE: usize = 4 * 21;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
@@ -80,58 +80,29 @@ struct Progress {
     seed: u64,
     programs: u64,
     operations: u64,
-    /// Microseconds of elapsed time, and of processor time over all threads.
     micros: u64,
-    cpu_micros: u64,
-    longest_micros: u64,
-    /// The length in bytes of the longest-running program.
-    longest_len: u64,
 }
 
 impl Progress {
     fn write(&self, file: &File) -> std::io::Result<()> {
-        let Self { seed, programs, operations, micros, cpu_micros, longest_micros, longest_len } =
-            self;
-        let line = format!(
-            "{seed:21}{programs:21}{operations:21}{micros:21}{cpu_micros:21}{longest_micros:21}{longest_len:21}"
-        );
+        let Self { seed, programs, operations, micros } = self;
+        let line = format!("{seed:21}{programs:21}{operations:21}{micros:21}");
         file.write_all_at(line.as_bytes(), 0)
     }
 
     fn read(path: &Path) -> Option<Self> {
         let line = fs::read_to_string(path).ok().filter(|line| line.len() == LINE)?;
-        let mut numbers = line.split_whitespace().map(|number| number.parse().ok());
-        let mut next = || numbers.next().flatten();
-        Some(Self {
-            seed: next()?,
-            programs: next()?,
-            operations: next()?,
-            micros: next()?,
-            cpu_micros: next()?,
-            longest_micros: next()?,
-            longest_len: next()?,
-        })
+        let numbers: Vec<u64> =
+            line.split_whitespace().map_while(|number| number.parse().ok()).collect();
+        let &[seed, programs, operations, micros] = &numbers[..] else { return None };
+        Some(Self { seed, programs, operations, micros })
     }
 
     fn add(&mut self, other: &Self) {
         self.programs += other.programs;
         self.operations += other.operations;
         self.micros += other.micros;
-        self.cpu_micros += other.cpu_micros;
-        if other.longest_micros > self.longest_micros {
-            (self.longest_micros, self.longest_len) = (other.longest_micros, other.longest_len);
-        }
     }
-}
-
-/// Returns the processor time of this process in microseconds. The kernel's unit is a hundredth of
-/// a second.
-fn cpu_micros() -> u64 {
-    let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    let after_name = stat.rsplit(") ").next().unwrap_or_default();
-    let ticks =
-        after_name.split(' ').skip(11).take(2).filter_map(|ticks| ticks.parse::<u64>().ok());
-    ticks.sum::<u64>() * 10_000
 }
 
 /// Runs the programs of consecutive seeds until the time is up.
@@ -141,26 +112,14 @@ fn work(target: &str, seed: &str, millis: &str, line: &Path) -> Result<bool, Fai
     let file = File::create(line)?;
     let begun = Instant::now();
     let mut progress = Progress::default();
-    let mut cpu_known = begun;
     while begun.elapsed() < limit {
         progress.seed = first.wrapping_add(progress.programs);
         progress.write(&file)?;
-        let len = length(progress.seed);
-        let bytes = seeded(progress.seed, len);
-        let program = Instant::now();
-        (target.run)(&bytes);
-        let took = program.elapsed().as_micros() as u64;
-        if took > progress.longest_micros {
-            (progress.longest_micros, progress.longest_len) = (took, len as u64);
-        }
+        (target.run)(&seeded(progress.seed, length(progress.seed)));
         progress.programs += 1;
         progress.operations = operations();
         progress.micros = begun.elapsed().as_micros() as u64;
-        if cpu_known.elapsed() > Duration::from_millis(100) {
-            (progress.cpu_micros, cpu_known) = (cpu_micros(), Instant::now());
-        }
     }
-    progress.cpu_micros = cpu_micros();
     progress.write(&file)?;
     Ok(true)
 }
@@ -344,28 +303,18 @@ impl Table {
 
     fn print(&self) {
         println!(
-            "\n{:<10} {:>9} {:>11} {:>12} {:>14} {:>11} {:>12} {:>9}",
-            "target",
-            "programs",
-            "operations",
-            "operations/s",
-            "per core and s",
-            "longest, ms",
-            "its bytes",
-            "findings"
+            "\n{:<10} {:>9} {:>11} {:>12} {:>9}",
+            "target", "programs", "operations", "operations/s", "findings"
         );
         for (target, done) in self.targets.iter().zip(&self.done) {
-            let rate = |micros: u64| (done.operations * 1_000_000).checked_div(micros).unwrap_or(0);
+            let rate = (done.operations * 1_000_000).checked_div(done.micros).unwrap_or(0);
+            let of = |finding: &&Finding| finding.target == target.name;
             println!(
-                "{:<10} {:>9} {:>11} {:>12} {:>14} {:>11} {:>12} {:>9}",
+                "{:<10} {:>9} {:>11} {rate:>12} {:>9}",
                 target.name,
                 done.programs,
                 done.operations,
-                rate(done.micros),
-                rate(done.cpu_micros),
-                done.longest_micros / 1000,
-                done.longest_len,
-                self.findings.iter().filter(|finding| finding.target == target.name).count()
+                self.findings.iter().filter(of).count()
             );
         }
     }

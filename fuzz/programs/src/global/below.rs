@@ -24,38 +24,34 @@ fn locked(table: &Table) -> MutexGuard<'_, BTreeMap<usize, Layout>> {
 /// The system's allocator with a table of its blocks. It returns memory filled with garbage, and
 /// fails as often as requested.
 #[derive(Debug)]
-pub struct Books {
+pub(crate) struct Books {
     live: Table,
     refusals: AtomicU32,
 }
 
 impl Books {
     /// Creates it without blocks.
-    #[must_use]
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { live: Mutex::new(BTreeMap::new()), refusals: AtomicU32::new(0) }
     }
 
     /// Makes the next `count` requests fail.
-    pub fn refuse(&self, count: u32) {
+    pub(crate) fn refuse(&self, count: u32) {
         self.refusals.store(count, Ordering::Relaxed);
     }
 
     /// Returns whether the next request would fail.
-    #[must_use]
-    pub fn refuses(&self) -> bool {
+    pub(crate) fn refuses(&self) -> bool {
         self.refusals.load(Ordering::Relaxed) > 0
     }
 
     /// Returns the layout of a live block.
-    #[must_use]
-    pub fn layout(&self, block: *mut u8) -> Option<Layout> {
+    pub(crate) fn layout(&self, block: *mut u8) -> Option<Layout> {
         locked(&self.live).get(&block.addr()).copied()
     }
 
     /// Returns the number of live blocks.
-    #[must_use]
-    pub fn blocks(&self) -> usize {
+    pub(crate) fn blocks(&self) -> usize {
         locked(&self.live).len()
     }
 
@@ -140,7 +136,7 @@ const STRIP: usize = 128 << 10;
 
 /// A first-fit allocator over its own bytes.
 #[derive(Debug)]
-pub struct Strip {
+pub(crate) struct Strip {
     start: NonNull<u8>,
     live: Table,
 }
@@ -157,14 +153,12 @@ impl Strip {
     }
 
     /// Returns the address range of its blocks.
-    #[must_use]
-    pub fn window(&self) -> Range<usize> {
+    pub(crate) fn window(&self) -> Range<usize> {
         self.start.addr().get()..self.start.addr().get() + STRIP
     }
 
     /// Returns the layout of a live block.
-    #[must_use]
-    pub fn layout(&self, block: *mut u8) -> Option<Layout> {
+    pub(crate) fn layout(&self, block: *mut u8) -> Option<Layout> {
         locked(&self.live).get(&block.addr()).copied()
     }
 
@@ -206,8 +200,7 @@ impl_allocator! {
 }
 
 /// Returns the routes of all programs, which are registered for the life of the process.
-#[must_use]
-pub fn routes() -> &'static [(RouteId, &'static Strip)] {
+pub(crate) fn routes() -> &'static [(RouteId, &'static Strip)] {
     static ROUTES: OnceLock<Vec<(RouteId, &'static Strip)>> = OnceLock::new();
     let made = || {
         let strip: &'static Strip = Box::leak(Box::new(Strip::new()));

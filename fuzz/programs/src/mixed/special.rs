@@ -1,8 +1,11 @@
 //! Special kinds of memory: stable, reserved and parkable memory, and memory of graphs.
 #![expect(unsafe_code, reason = "parks memory that nothing is about to use, and captures")]
 
-use super::{Lodged, OURS, STEP, STEPS, Stable, World, access, pick, went};
-use crate::program::Bytes;
+use super::{Lodged, STEP, STEPS, Stable, World, pick, went};
+use crate::{
+    program::Bytes,
+    rig::{access, declare},
+};
 use allocator_api2::alloc::Global;
 use aquifer_core::MemoryError;
 use aquifer_device::{Park, Request};
@@ -12,8 +15,7 @@ impl World {
     pub(super) fn stable(&mut self, bytes: &mut Bytes<'_>) {
         let owner = usize::from(bytes.choice(3));
         if bytes.flag() && !self.stable.is_empty() {
-            self.stable.swap_remove(usize::from(bytes.u8()) % self.stable.len());
-            return;
+            return drop(bytes.take(&mut self.stable));
         }
         let stream = self.pick_stream(owner, bytes);
         let request = Request::bytes(u64::from(bytes.u16()) << 6 | 1);
@@ -33,8 +35,7 @@ impl World {
     pub(super) fn reserve(&mut self, bytes: &mut Bytes<'_>) {
         let owner = usize::from(bytes.choice(2));
         if self.rooms.len() == 3 || bytes.flag() && !self.rooms.is_empty() {
-            self.rooms.swap_remove(usize::from(bytes.u8()) % self.rooms.len());
-            return;
+            return drop(bytes.take(&mut self.rooms));
         }
         let stream = self.pick_stream(owner, bytes);
         let room = self.owners[owner].pool.reserve::<u8>(&stream, STEP * STEPS);
@@ -43,8 +44,7 @@ impl World {
 
     pub(super) fn commit(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = pick(&self.rooms, bytes) else { return };
-        let (one, other) =
-            (usize::from(bytes.choice(7)) * STEP, usize::from(bytes.choice(7)) * STEP);
+        let (one, other) = (bytes.below(7) * STEP, bytes.below(7) * STEP);
         let range = one.min(other)..one.max(other);
         let (room, _) = &mut self.rooms[at];
         let before = room.committed_bytes();
@@ -61,8 +61,7 @@ impl World {
                 let address = room.address() + range.start as u64;
                 let part =
                     DeviceRange { device: room.device(), address, bytes: range.len() as u64 };
-                let generation = Some(room.generation());
-                self.sim.access(stream.raw(), part, Access::Write, generation).expect(OURS);
+                declare(&self.sim, &stream, part, Access::Write, room.generation());
                 drop(used);
             }
         } else {

@@ -1,8 +1,11 @@
 //! Operations of programs with threads: staged transfers, and phases in which threads run
 //! concurrently.
 
-use super::{Live, Owner, World, access, went};
-use crate::program::{Bytes, seeded};
+use super::{Live, Owner, World, went};
+use crate::{
+    program::{Bytes, seeded},
+    rig::access,
+};
 use aquifer_device::{Block, DeviceBuffer, DevicePool, Request};
 use aquifer_driver::{Access, Call, sim::Sim};
 use aquifer_host::{PinnedPool, StageError, Stager, StagerConfig, region::Host};

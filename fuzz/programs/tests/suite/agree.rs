@@ -14,7 +14,7 @@ use aquifer_driver::{
     DeviceId, Driver,
     sim::{Sim, Violation, ViolationKind},
 };
-use aquifer_programs::agree::{Operation, Outcome, Program};
+use aquifer_programs::agree::{Outcome, Program};
 use std::{collections::BTreeSet, sync::Arc};
 
 const SEEDS: std::ops::Range<u64> = 0..200;
@@ -61,19 +61,15 @@ fn beyond_the_mistakes(violations: &[Violation]) -> Vec<&Violation> {
 
 #[test]
 fn programs_do_everything_that_there_is_to_do() {
-    let mut operations = BTreeSet::new();
+    let mut calls = BTreeSet::new();
     let mut mistakes = BTreeSet::new();
     for seed in SEEDS {
-        for operation in Program::from_seed(seed).operations() {
-            let name =
-                |debug: String| debug.split([' ', '(']).next().unwrap_or_default().to_owned();
-            operations.insert(name(format!("{operation:?}")));
-            if let Operation::Mistake(fault) = operation {
-                mistakes.insert(name(format!("{fault:?}")));
-            }
-        }
+        let made = simulated(&Program::from_seed(seed), &Sim::h200(1).capacity(CAPACITY)).0.made;
+        calls.extend(made.iter().filter(|made| made.mistake.is_none()).map(|made| made.call));
+        mistakes.extend(made.iter().filter_map(|made| made.mistake));
     }
-    assert_eq!(operations.len(), 29, "{operations:?}");
+    // Those of the operations, and six of the end.
+    assert_eq!(calls.len(), 36, "{calls:?}");
     assert_eq!(mistakes.len(), 25, "{mistakes:?}");
 }
 
@@ -97,16 +93,11 @@ fn programs_are_right_whenever_their_work_runs() {
         across += mistakes;
 
         let (late, _) = check("seeded", sim().seeded(seed));
-        let differences = eager.differences(&late, &program);
+        let differences = eager.differences(&late);
         assert!(differences.is_empty(), "seed {seed}, eager and seeded:\n{differences}");
 
         let (symbolic, _) = check("symbolic", Sim::h200(1).symbolic().capacity(CAPACITY));
-        assert_eq!(
-            eager.codes,
-            symbolic.codes,
-            "seed {seed}:\n{}",
-            eager.differences(&symbolic, &program)
-        );
+        assert_eq!(eager.codes, symbolic.codes, "seed {seed}:\n{}", eager.differences(&symbolic));
     }
     assert!(across > 0, "no copy across registrations was reported");
 }
@@ -154,7 +145,7 @@ fn the_gpu_and_the_simulator_agree() {
         let program = Program::from_seed(seed);
         let simulated = simulated(&program, &Sim::h200(1).capacity(CAPACITY)).0;
         let real = program.run(&cuda, DEVICE).unwrap();
-        let differences = real.differences(&simulated, &program);
+        let differences = real.differences(&simulated);
         if !differences.is_empty() {
             differ.push((seed, differences));
         }

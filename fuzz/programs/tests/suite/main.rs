@@ -3,24 +3,88 @@
 //!
 //! The programs can share one process: each holds what it needs of the process's state.
 
-mod adapters;
 mod agree;
-mod arena;
-mod budget;
-mod device;
-mod global;
-mod graphs;
-mod heap;
-mod ledger;
 mod minimise;
-mod mixed;
-mod park;
-mod pinned;
-mod placement;
-mod plan;
-mod pressure;
-mod registered;
 mod regressions;
-mod share;
-mod stable;
-mod stager;
+
+use aquifer_programs::{
+    park,
+    program::{length, seeded},
+    targets,
+};
+use std::{fs, path::Path};
+
+macro_rules! programs {
+    ($($name:ident: $target:literal, $count:literal seeds of $length:expr;)+) => {
+        $(#[test]
+        fn $name() {
+            let target = targets::find($target).expect("a target of this name");
+            let length: fn(u64) -> usize = $length;
+            for seed in 0..$count {
+                (target.run)(&seeded(seed, length(seed)));
+            }
+        })+
+    };
+}
+
+/// Returns lengths from 40 bytes on.
+fn many(seed: u64) -> usize {
+    40 + (seed as usize % 32) * 24
+}
+
+programs! {
+    no_program_breaks_a_promise_of_wrapped_device_memory: "adapters", 250 seeds of many;
+    no_program_breaks_a_promise_of_arenas_and_wrappers: "arena", 1000 seeds of many;
+    no_program_breaks_a_promise_of_budgets: "budget", 150 seeds of |_| 1200;
+    a_pool_that_checks_its_blocks_finds_nothing: "checked", 60 seeds of |_| 600;
+    no_program_breaks_a_promise_of_the_device_pool: "device", 400 seeds of |_| 600;
+    no_program_breaks_a_promise_of_the_global_allocator: "global", 500 seeds of
+        |seed| 60 + (seed as usize % 40) * 24;
+    no_program_breaks_a_promise_of_graphs: "graphs", 300 seeds of |_| 500;
+    // Short programs as well as those that reach the limit.
+    no_program_breaks_a_promise_of_the_heap: "heap", 250 seeds of
+        |seed| 16 + (seed as usize % 64) * 24;
+    no_program_breaks_a_promise_of_ledgers: "ledger", 40 seeds of |_| 1200;
+    a_server_that_does_everything_at_once_breaks_no_promise: "mixed", 25 seeds of length;
+    no_program_breaks_a_promise_of_pinned_pools: "pinned", 100 seeds of many;
+    no_program_breaks_a_promise_of_placement: "placement", 200 seeds of |_| 600;
+    no_program_breaks_a_promise_of_a_pool_with_a_plan: "plan", 80 seeds of
+        |seed| 60 + seed as usize * 3;
+    no_program_breaks_a_promise_of_pools_under_one_budget: "pressure", 80 seeds of many;
+    no_program_breaks_a_promise_of_registered_memory: "registered", 200 seeds of |_| 400;
+    a_pool_that_is_told_what_to_keep_keeps_its_promises: "retaining", 200 seeds of |_| 600;
+    no_program_breaks_a_promise_of_messages_with_descriptors: "share", 24 seeds of |_| 400;
+    no_program_breaks_a_promise_of_memory_that_keeps_its_address: "stable", 300 seeds of |_| 500;
+    no_program_breaks_a_promise_of_the_stager: "stager", 150 seeds of
+        |seed| 40 + (seed as usize % 16) * 24;
+}
+
+#[test]
+fn no_program_breaks_a_promise_of_parkable_memory() {
+    let (mut parks, mut resumes) = (0, 0);
+    for seed in 0..200 {
+        let (parked, resumed) = park::run(&seeded(seed, 600));
+        (parks, resumes) = (parks + parked, resumes + resumed);
+    }
+    assert!(parks > 400 && resumes > 200, "{parks} parks and {resumes} resumes had blocks to move");
+}
+
+#[test]
+fn no_program_of_the_corpora_breaks_a_promise() {
+    let read = |path: &Path| {
+        let entries = fs::read_dir(path).expect("the corpora are committed");
+        entries.map(|entry| entry.expect("a readable corpus").path()).collect::<Vec<_>>()
+    };
+    let corpora = read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus"));
+    assert!(corpora.len() >= 13, "{corpora:?}");
+    for corpus in corpora {
+        let name = corpus.file_name().expect("a folder").to_string_lossy().into_owned();
+        let target = targets::find(&name).expect("a target of this name");
+        let programs = read(&corpus);
+        assert!(!programs.is_empty(), "no program in {name}");
+        for program in programs {
+            println!("{}", program.display());
+            (target.run)(&fs::read(program).expect("a readable program"));
+        }
+    }
+}

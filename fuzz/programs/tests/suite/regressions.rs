@@ -36,6 +36,16 @@ regressions! {
         (17264232662068481788, 3099),
         (2475505609494469592, 5010),
     ];
+    idle_memory_that_another_stream_used_last_is_given_before_a_request_is_refused: "pressure" [
+        (7000794, 557),
+        (7002295, 211),
+        (7002216, 1239),
+        (1795365888510790596, 469),
+    ];
+    idle_memory_beyond_a_lowered_limit_is_given_before_a_stable_block_is_refused: "pressure" [
+        (7009480, 276),
+        (7001640, 1115),
+    ];
     a_lease_grants_no_more_than_its_budget_where_guarantees_fill_a_lowered_limit: "budget" [
         (14342794408075834852, 7644),
     ];

@@ -7,7 +7,7 @@
 //! memory that the first one touches.
 
 use super::{Clock, Generator, Memory, join};
-use crate::agree::{EVENTS, HOSTS, HostPart, Operation, PAGEABLE, Part, Place};
+use crate::agree::{EVENTS, HOSTS, HostPart, PAGEABLE, Part, Place, machine::Side};
 use aquifer_driver::CaptureMode;
 
 /// The memory that the nodes touch, and whether they write it.
@@ -25,14 +25,14 @@ pub(super) fn step(generator: &mut Generator<'_>) {
     let mode = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed]
         [generator.choices.index(3)];
     let mut touched = Touched::new();
-    generator.operations.push(Operation::CaptureBegin { stream, mode });
+    generator.machine.capture_begin(stream, mode);
     node(generator, stream, first, &mut touched);
     if first.0 != second.0 && generator.choices.below(2) == 0 {
         let other = (stream + 1) % generator.streams;
         let (fork, joined) = (generator.choices.index(EVENTS), generator.choices.index(EVENTS));
         let order = |generator: &mut Generator<'_>, event, from, to| {
-            generator.operations.push(Operation::Record { event, stream: from });
-            generator.operations.push(Operation::Wait { stream: to, event });
+            generator.machine.record(event, from);
+            generator.machine.wait(to, event);
         };
         order(generator, fork, stream, other);
         // Separate memory for each stream, and no host buffer, which both might pick.
@@ -40,13 +40,13 @@ pub(super) fn step(generator: &mut Generator<'_>) {
         fill(generator, stream, first, &mut touched);
         order(generator, joined, other, stream);
         copy(generator, stream, first, second, &mut touched);
-        end(generator, stream);
+        generator.machine.capture_end(stream);
         // Outside a capture, an event recorded in one cannot be used, so record both again.
         generator.record(fork, stream);
         generator.record(joined, stream);
     } else {
         node(generator, stream, second, &mut touched);
-        end(generator, stream);
+        generator.machine.capture_end(stream);
     }
     let mut last: Option<Clock> = None;
     for _ in 0..1 + generator.choices.below(3) {
@@ -57,18 +57,14 @@ pub(super) fn step(generator: &mut Generator<'_>) {
         for &(memory, writes) in &touched {
             generator.order(stream, memory, writes);
         }
-        generator.operations.push(Operation::Launch { graph: 0, stream });
+        generator.machine.launch(stream);
         last = Some(generator.clocks[stream].clone());
         if generator.choices.below(3) == 0 {
             // Other work on the same memory between two launches.
             generator.fill();
         }
     }
-    generator.operations.push(Operation::GraphEnd { graph: 0 });
-}
-
-fn end(generator: &mut Generator<'_>, stream: usize) {
-    generator.operations.push(Operation::CaptureEnd { stream, graph: 0 });
+    generator.machine.graph_end();
 }
 
 /// Adds one operation on a location.
@@ -91,11 +87,9 @@ fn node(
     let side = HostPart { host, offset: offset as usize, bytes: bytes as usize };
     touched.push((memory, up));
     touched.push((Memory::Host(host), !up));
-    generator.operations.push(if up {
-        Operation::Upload { stream, from: side, to: part }
-    } else {
-        Operation::Download { stream, from: part, to: side }
-    });
+    let (device, host) = (Side::Device(part), Side::Host(side));
+    let (from, to) = if up { (host, device) } else { (device, host) };
+    generator.machine.copy(stream, from, to, None);
 }
 
 fn fill(
@@ -106,7 +100,7 @@ fn fill(
 ) {
     let (byte, (offset, bytes)) = (generator.choices.byte(), generator.choices.range(size));
     touched.push((memory, true));
-    generator.operations.push(Operation::Fill { stream, to: Part { place, offset, bytes }, byte });
+    generator.machine.fill(stream, Part { place, offset, bytes }, byte);
 }
 
 /// Copies from the first location to the second, which is different memory.
@@ -122,5 +116,5 @@ fn copy(
     let to = Part { place: to_place, offset: generator.choices.below(to_size - bytes + 1), bytes };
     touched.push((memory, false));
     touched.push((other, true));
-    generator.operations.push(Operation::Copy { stream, from, to });
+    generator.machine.copy(stream, Side::Device(from), Side::Device(to), None);
 }

@@ -1,5 +1,11 @@
-//! What the leak check of AddressSanitizer may not report.
+//! A program of `aquifer-programs`: the one with the name of this binary.
+#![no_main]
 #![expect(unsafe_code, reason = "defines a symbol that the sanitizer looks up")]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    let target = aquifer_programs::targets::find(env!("CARGO_BIN_NAME"));
+    (target.expect("a program for each target").run)(bytes);
+});
 
 /// Returns the suppressions that `LeakSanitizer` reads when it starts.
 ///

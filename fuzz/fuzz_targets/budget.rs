@@ -1,6 +1,0 @@
-//! A tree of budgets against its model.
-#![no_main]
-
-mod leaks;
-
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| aquifer_programs::budget::run(bytes));

@@ -1,8 +1,0 @@
-//! Parkable memory against its model.
-#![no_main]
-
-mod leaks;
-
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    aquifer_programs::park::run(bytes);
-});

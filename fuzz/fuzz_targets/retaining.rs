@@ -1,6 +1,0 @@
-//! One device whose pool is told how much to keep, against its model.
-#![no_main]
-
-mod leaks;
-
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| aquifer_programs::device::run_retaining(bytes));

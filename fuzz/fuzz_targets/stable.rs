@@ -1,6 +1,0 @@
-//! Memory that keeps its address against its model.
-#![no_main]
-
-mod leaks;
-
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| aquifer_programs::stable::run(bytes));
