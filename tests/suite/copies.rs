@@ -5,10 +5,10 @@
 //! - A refusal returns the host side unchanged, and leaves no gate closed.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{self, MIB, assert_silent, read, runtime, small, within};
+use crate::support::{self, Bytes, MIB, Rig, assert_silent, read, small, within};
 use aquifer::{
-    Access, DeviceBuffer, DeviceId, DevicePool, MemoryError, PinnedAllocator, PinnedBuf,
-    PoolConfig, Runtime, StagerConfig, Stream,
+    Access, DeviceBuffer, DeviceId, DevicePool, MemoryError, PinnedBuf, PoolConfig, Runtime,
+    StagerConfig,
     boxed::Box as PinnedBox,
     driver::Call,
     sim::Sim,
@@ -20,46 +20,6 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     time::{Duration, Instant},
 };
-
-type Bytes = PinnedVec<u8, PinnedAllocator>;
-
-/// A runtime on one device, with a stream and a buffer on it.
-struct Rig {
-    sim: Sim,
-    rt: Runtime,
-    s: Stream,
-    x: DeviceBuffer<u8>,
-}
-
-impl Rig {
-    fn new(sim: Sim) -> Self {
-        let rt = runtime(&sim);
-        let pool = rt.devices()[0].clone();
-        let made = pool.stream().and_then(|s| Ok((pool.buffer(&s, MIB)?, s)));
-        let Ok((x, s)) = made else { unreachable!("a fresh device has a mebibyte") };
-        Self { sim, rt, s, x }
-    }
-
-    fn stepped() -> Self {
-        Self::new(Sim::h200(1).stepped())
-    }
-
-    /// Returns a pinned vector of one MiB filled with one value.
-    fn bytes(&self, value: u8) -> Bytes {
-        let mut bytes = PinnedVec::with_capacity_in(MIB, self.rt.pinned_near(0).allocator());
-        bytes.resize(MIB, value);
-        assert_eq!(
-            self.rt.pinned_near(0).is_pinned(std::ptr::NonNull::from(&bytes[0])),
-            Some(true)
-        );
-        bytes
-    }
-
-    /// Returns the address of the next such vector.
-    fn next_address(&self) -> usize {
-        self.bytes(0).as_ptr().addr()
-    }
-}
 
 fn refused<H>(flight: Result<InFlight<H>, RefusedCopy<H>>) -> RefusedCopy<H> {
     let Err(refused) = flight else { unreachable!("this copy cannot be") };

@@ -4,68 +4,20 @@
 //! - A future that is dropped or forgotten before it is ready loses nothing and races with nothing.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{MIB, PATIENCE, assert_silent, read, runtime, within};
+use crate::support::{
+    MIB, PATIENCE, Rig, assert_silent, read, within,
+    woken::{Woken, block_on},
+};
 use aquifer::{
-    Budget, DeviceArena, DeviceBuffer, DeviceId, DevicePool, Frames, MemoryError, PinnedAllocator,
-    PoolConfig, Request, Runtime, Stream, sim::Sim, vec::Vec as PinnedVec,
+    Budget, DeviceArena, DeviceBuffer, DeviceId, DevicePool, Frames, MemoryError, PoolConfig,
+    Request, sim::Sim, vec::Vec as PinnedVec,
 };
 use std::{
-    future::{Future, IntoFuture},
     mem,
-    pin::{Pin, pin},
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    task::{Context, Poll, Wake, Waker},
-    thread::{self, Thread},
+    task::Poll,
+    thread,
     time::{Duration, Instant},
 };
-
-/// A waker that unparks a thread and counts its calls.
-struct Woken {
-    thread: Thread,
-    times: AtomicUsize,
-}
-
-impl Woken {
-    fn here() -> Arc<Self> {
-        Arc::new(Self { thread: thread::current(), times: AtomicUsize::new(0) })
-    }
-
-    fn times(&self) -> usize {
-        self.times.load(Ordering::SeqCst)
-    }
-}
-
-impl Wake for Woken {
-    fn wake(self: Arc<Self>) {
-        self.times.fetch_add(1, Ordering::SeqCst);
-        self.thread.unpark();
-    }
-}
-
-/// Polls a future when woken, and at no other time.
-#[track_caller]
-fn block_on<F: IntoFuture>(future: F) -> F::Output {
-    let woken = Woken::here();
-    let waker = Waker::from(woken.clone());
-    let (mut future, begun, mut seen) = (pin!(future.into_future()), Instant::now(), 0);
-    loop {
-        if let Poll::Ready(answer) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            return answer;
-        }
-        while woken.times() == seen {
-            assert!(begun.elapsed() < PATIENCE, "a task that nothing wakes");
-            thread::park_timeout(PATIENCE);
-        }
-        seen = woken.times();
-    }
-}
-
-fn poll_once<F: Future + Unpin>(future: &mut F, woken: &Arc<Woken>) -> Poll<F::Output> {
-    Pin::new(future).poll(&mut Context::from_waker(&Waker::from(woken.clone())))
-}
 
 /// Runs `work` on another thread after a short delay.
 fn soon(work: impl FnOnce() + Send + 'static) -> thread::JoinHandle<()> {
@@ -75,37 +27,12 @@ fn soon(work: impl FnOnce() + Send + 'static) -> thread::JoinHandle<()> {
     })
 }
 
-/// A runtime on a device that works on request.
-struct Rig {
-    sim: Sim,
-    rt: Runtime,
-    s: Stream,
-    x: DeviceBuffer<u8>,
-}
-
-impl Rig {
-    fn new() -> Self {
-        let sim = Sim::h200(1).stepped();
-        let rt = runtime(&sim);
-        let pool = rt.device(0).unwrap();
-        let s = pool.stream().unwrap();
-        let x = pool.buffer(&s, MIB).unwrap();
-        Self { sim, rt, s, x }
-    }
-
-    fn bytes(&self, value: u8) -> PinnedVec<u8, PinnedAllocator> {
-        let mut bytes = PinnedVec::with_capacity_in(MIB, self.rt.pinned_near(0).allocator());
-        bytes.resize(MIB, value);
-        bytes
-    }
-}
-
 #[test]
 fn a_copy_is_awaited_while_its_device_works_and_gives_its_vector_back() {
-    let mut rig = Rig::new();
+    let mut rig = Rig::stepped();
     let mut landing = rig.s.upload(rig.bytes(7), &mut rig.x).unwrap().into_future();
     let woken = Woken::here();
-    assert!(poll_once(&mut landing, &woken).is_pending());
+    assert!(woken.poll(&mut landing).is_pending());
     let sim = rig.sim.clone();
     let stepper = soon(move || sim.run_all());
     let v = block_on(landing).unwrap();
@@ -117,12 +44,12 @@ fn a_copy_is_awaited_while_its_device_works_and_gives_its_vector_back() {
 
 #[test]
 fn a_task_that_moved_is_woken_where_it_is_and_no_more_where_it_was() {
-    let mut rig = Rig::new();
+    let mut rig = Rig::stepped();
     rig.s.fill(&mut rig.x, 1).unwrap();
     let mut point = rig.s.point().into_future();
     let (before, after) = (Woken::here(), Woken::here());
-    assert!(poll_once(&mut point, &before).is_pending());
-    assert!(poll_once(&mut point, &after).is_pending());
+    assert!(before.poll(&mut point).is_pending());
+    assert!(after.poll(&mut point).is_pending());
     rig.sim.run_all();
     let begun = Instant::now();
     while after.times() == 0 {
@@ -130,12 +57,12 @@ fn a_task_that_moved_is_woken_where_it_is_and_no_more_where_it_was() {
         thread::yield_now();
     }
     assert_eq!((before.times(), after.times()), (0, 1));
-    assert_eq!(poll_once(&mut point, &after), Poll::Ready(Ok(())));
+    assert_eq!(after.poll(&mut point), Poll::Ready(Ok(())));
 }
 
 #[test]
 fn many_tasks_on_many_threads_are_all_woken() {
-    let rig = Rig::new();
+    let rig = Rig::stepped();
     let pool = rig.rt.device(0).unwrap();
     let tasks: Vec<_> = (0..16)
         .map(|i| {
@@ -157,12 +84,12 @@ fn many_tasks_on_many_threads_are_all_woken() {
 
 #[test]
 fn a_copy_dropped_before_it_is_ready_keeps_its_memory_until_the_device_is_done() {
-    let mut rig = Rig::new();
+    let mut rig = Rig::stepped();
     let bytes = rig.bytes(3);
     let address = bytes.as_ptr();
     let mut landing = rig.s.upload(bytes, &mut rig.x).unwrap().into_future();
     let woken = Woken::here();
-    assert!(poll_once(&mut landing, &woken).is_pending());
+    assert!(woken.poll(&mut landing).is_pending());
     drop(landing);
     assert_ne!(rig.bytes(0).as_ptr(), address, "the device still reads it");
     rig.sim.run_all();
@@ -175,11 +102,11 @@ fn a_copy_dropped_before_it_is_ready_keeps_its_memory_until_the_device_is_done()
 
 #[test]
 fn a_copy_forgotten_before_it_is_ready_is_leaked_and_races_with_nothing() {
-    let mut rig = Rig::new();
+    let mut rig = Rig::stepped();
     let bytes = rig.bytes(3);
     let address = bytes.as_ptr();
     let mut landing = rig.s.upload(bytes, &mut rig.x).unwrap().into_future();
-    assert!(poll_once(&mut landing, &Woken::here()).is_pending());
+    assert!(Woken::here().poll(&mut landing).is_pending());
     #[expect(clippy::mem_forget, reason = "the property under test")]
     mem::forget(landing);
     for value in 0..4 {
@@ -192,7 +119,7 @@ fn a_copy_forgotten_before_it_is_ready_is_leaked_and_races_with_nothing() {
 
 #[test]
 fn a_lost_device_wakes_its_tasks_with_an_error() {
-    let mut rig = Rig::new();
+    let mut rig = Rig::stepped();
     let landing = rig.s.upload(rig.bytes(3), &mut rig.x).unwrap();
     let point = rig.s.point();
     let sim = rig.sim.clone();
@@ -238,7 +165,7 @@ fn a_poll_of_an_allocation_does_not_wait_for_queued_work_but_its_task_is_woken_a
     drop(x);
     let mut waiting = pool.alloc_async(&u, mib(40));
     // Memory in use may be taken with a wait on the device, but the host must not wait.
-    let first = poll_once(&mut waiting, &Woken::here());
+    let first = Woken::here().poll(&mut waiting);
     assert!(sim.pending(u.raw()) > 0, "the poll ran something");
     let stepper = soon({
         let sim = sim.clone();
@@ -280,7 +207,7 @@ fn a_tenants_allocation_waits_for_the_tenants_own_limit() {
     let tenant = pool.for_tenant(&Budget::new("tenant a", 8 << 20)).unwrap();
     let held = tenant.alloc(&s, mib(6)).unwrap();
     let mut waiting = tenant.alloc_async(&s, mib(4));
-    assert!(poll_once(&mut waiting, &Woken::here()).is_pending());
+    assert!(Woken::here().poll(&mut waiting).is_pending());
     assert_eq!(tenant.live(), 6 << 20, "a future that waits holds nothing");
     let dropper = soon(move || drop(held));
     assert_eq!(block_on(waiting).unwrap().bytes(), 4 << 20);
@@ -289,7 +216,7 @@ fn a_tenants_allocation_waits_for_the_tenants_own_limit() {
 
 #[test]
 fn a_frame_is_awaited_until_the_step_that_had_it_is_done() {
-    let rig = Rig::new();
+    let rig = Rig::stepped();
     let pool = rig.rt.device(0).unwrap();
     let mut x: DeviceBuffer<u8> = pool.buffer(&rig.s, 100).unwrap();
     let mut frames = Frames::new_in(2, rig.rt.pinned_near(0).allocator());
@@ -300,7 +227,7 @@ fn a_frame_is_awaited_until_the_step_that_had_it_is_done() {
         drop(rig.s.upload(batch, &mut x).unwrap());
     }
     // A frame future dropped before it is ready takes nothing from the ring.
-    assert!(poll_once(&mut frames.next_async(), &Woken::here()).is_pending());
+    assert!(Woken::here().poll(&mut frames.next_async()).is_pending());
     let sim = rig.sim.clone();
     let stepper = soon(move || sim.run_all());
     let _frame = block_on(frames.next_async()).unwrap();
@@ -311,7 +238,7 @@ fn a_frame_is_awaited_until_the_step_that_had_it_is_done() {
 
 #[test]
 fn a_frame_of_device_memory_is_awaited_too() {
-    let rig = Rig::new();
+    let rig = Rig::stepped();
     let pool = rig.rt.device(0).unwrap();
     let arena = || DeviceArena::new(pool, &rig.s, MIB as u64).unwrap();
     let mut frames = Frames::of(arena(), [arena()]);
@@ -319,7 +246,7 @@ fn a_frame_of_device_memory_is_awaited_too() {
         let frame = block_on(frames.next_async()).unwrap();
         rig.s.fill(&mut frame.arena().alloc::<u8>(100).unwrap(), step).unwrap();
     }
-    assert!(poll_once(&mut frames.next_async(), &Woken::here()).is_pending());
+    assert!(Woken::here().poll(&mut frames.next_async()).is_pending());
     let sim = rig.sim.clone();
     let stepper = soon(move || sim.run_all());
     assert_eq!(block_on(frames.next_async()).unwrap().arena().used(), 0);

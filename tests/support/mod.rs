@@ -6,7 +6,12 @@
     reason = "a support function that fails is a failed test"
 )]
 
-use aquifer::{DeviceBuffer, PinnedConfig, Runtime, Stream, host::PageTier, sim::Sim};
+pub(crate) mod woken;
+
+use aquifer::{
+    DeviceBuffer, PinnedAllocator, PinnedConfig, Runtime, Stream, host::PageTier, sim::Sim,
+    vec::Vec as PinnedVec,
+};
 use aquifer_host::pool;
 use std::{
     sync::mpsc,
@@ -64,4 +69,45 @@ pub(crate) fn within<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'stati
     let (tell, told) = mpsc::channel();
     thread::spawn(move || tell.send(work()));
     told.recv_timeout(PATIENCE).expect("this should have come back by now, with an answer")
+}
+
+/// Bytes in pinned memory.
+pub(crate) type Bytes = PinnedVec<u8, PinnedAllocator>;
+
+/// A runtime on one device, with a stream and a buffer on it.
+pub(crate) struct Rig {
+    pub(crate) sim: Sim,
+    pub(crate) rt: Runtime,
+    pub(crate) s: Stream,
+    pub(crate) x: DeviceBuffer<u8>,
+}
+
+impl Rig {
+    pub(crate) fn new(sim: Sim) -> Self {
+        let rt = runtime(&sim);
+        let pool = rt.devices()[0].clone();
+        let made = pool.stream().and_then(|s| Ok((pool.buffer(&s, MIB)?, s)));
+        let Ok((x, s)) = made else { unreachable!("a fresh device has a mebibyte") };
+        Self { sim, rt, s, x }
+    }
+
+    pub(crate) fn stepped() -> Self {
+        Self::new(Sim::h200(1).stepped())
+    }
+
+    /// Returns a pinned vector of one MiB filled with one value.
+    pub(crate) fn bytes(&self, value: u8) -> Bytes {
+        let mut bytes = PinnedVec::with_capacity_in(MIB, self.rt.pinned_near(0).allocator());
+        bytes.resize(MIB, value);
+        assert_eq!(
+            self.rt.pinned_near(0).is_pinned(std::ptr::NonNull::from(&bytes[0])),
+            Some(true)
+        );
+        bytes
+    }
+
+    /// Returns the address of the next such vector.
+    pub(crate) fn next_address(&self) -> usize {
+        self.bytes(0).as_ptr().addr()
+    }
 }

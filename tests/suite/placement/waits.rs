@@ -1,24 +1,12 @@
 //! Tests of waiting for room: no waiter is lost, deadlines hold, and a second grant is returned.
 
 use super::*;
+use crate::support::woken::Woken;
 use std::{
     future::Future,
-    pin::{Pin, pin},
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
-    task::{Context, Poll, Wake, Waker},
+    pin::pin,
+    task::{Context, Poll, Waker},
 };
-
-#[derive(Default)]
-struct Wakes(AtomicU32);
-
-impl Wake for Wakes {
-    fn wake(self: Arc<Self>) {
-        self.0.fetch_add(1, Ordering::SeqCst);
-    }
-}
 
 /// Returns a deadline that no test reaches.
 fn late() -> Option<Instant> {
@@ -90,26 +78,20 @@ fn a_future_is_woken_by_a_grant_and_dropping_it_hands_the_bytes_on() {
     let (_, rt) = machine(2, 10);
     let placer = rt.placer(Policy::MostFree);
     let held = [place(&placer, 8).unwrap(), place(&placer, 8).unwrap()];
-    let wakes = [(); 2].map(|()| Arc::<Wakes>::default());
+    let wakes = [(); 2].map(|()| Woken::here());
     let mut waits =
         [(); 2].map(|()| Box::pin(placer.place_async(PlacementRequest::bytes(6 * MIB))));
-    let poll = |wait: &mut Pin<Box<aquifer::Placing>>, wakes: &Arc<Wakes>| {
-        wait.as_mut().poll(&mut Context::from_waker(&Waker::from(wakes.clone())))
-    };
     for (wait, wakes) in waits.iter_mut().zip(&wakes) {
-        assert!(poll(wait, wakes).is_pending());
+        assert!(wakes.poll(wait).is_pending());
     }
     let [kept, freed] = held;
     drop(freed);
-    assert!(
-        wakes[0].0.load(Ordering::SeqCst) > 0 && wakes[1].0.load(Ordering::SeqCst) == 0,
-        "in order"
-    );
+    assert!(wakes[0].times() > 0 && wakes[1].times() == 0, "in order");
     let [first, mut second] = waits;
     // It was granted, and is dropped without having taken the bytes.
     drop(first);
-    assert!(wakes[1].0.load(Ordering::SeqCst) > 0);
-    let Poll::Ready(lease) = poll(&mut second, &wakes[1]) else { panic!("its turn") };
+    assert!(wakes[1].times() > 0);
+    let Poll::Ready(lease) = wakes[1].poll(&mut second) else { panic!("its turn") };
     assert_eq!(lease.unwrap().remaining(), 6 * MIB);
     drop((kept, second));
     assert_eq!(waiting(&rt), 0);
@@ -137,13 +119,13 @@ fn waiters_are_woken_when_a_device_leaves_or_returns() {
     let placer = rt.placer(Policy::MostFree);
     let held = place(&placer, 8).unwrap();
     placer.drain(DeviceId(1)).unwrap();
-    let wakes = Arc::<Wakes>::default();
+    let wakes = Woken::here();
     let mut wait = pin!(placer.place_async(PlacementRequest::bytes(6 * MIB)));
     let waker = Waker::from(wakes.clone());
     let mut context = Context::from_waker(&waker);
     assert!(wait.as_mut().poll(&mut context).is_pending());
     placer.undrain(DeviceId(1)).unwrap();
-    assert_eq!(wakes.0.load(Ordering::SeqCst), 1);
+    assert_eq!(wakes.times(), 1);
     let Poll::Ready(lease) = wait.poll(&mut context) else { panic!("one is back") };
     assert_eq!(lease.unwrap().device(), DeviceId(1));
     // If no device is left, the wait ends.

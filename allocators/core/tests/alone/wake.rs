@@ -2,22 +2,24 @@
 //! that panics stops no other wait.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+#[path = "../../../../tests/support/woken.rs"]
+mod woken;
+
 use aquifer_core::{
-    Gate, MemoryError, Result,
+    Gate, Result,
     wake::{Alarm, Opened},
 };
 use std::{
     fs,
-    future::Future,
-    pin::Pin,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    task::{Context, Poll, Wake, Waker},
+    task::Poll,
     thread,
     time::{Duration, Instant},
 };
+use woken::Woken;
 
 #[derive(Debug, Default)]
 struct Flag {
@@ -40,15 +42,6 @@ impl Gate for Flag {
     }
 }
 
-#[derive(Default)]
-struct Times(AtomicUsize);
-
-impl Wake for Times {
-    fn wake(self: Arc<Self>) {
-        self.0.fetch_add(1, Ordering::SeqCst);
-    }
-}
-
 fn threads() -> usize {
     let tasks = fs::read_dir("/proc/self/task").unwrap();
     let names = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
@@ -64,34 +57,30 @@ fn until(what: impl Fn() -> bool) {
     }
 }
 
-fn poll(future: &mut Opened, times: &Arc<Times>) -> Poll<Result<(), MemoryError>> {
-    Pin::new(future).poll(&mut Context::from_waker(&Waker::from(times.clone())))
-}
-
 /// One test, because the thread belongs to the process.
 #[test]
 #[cfg_attr(miri, ignore = "counts threads by /proc")]
 fn one_thread_is_started_by_the_first_future_that_waits_and_serves_all() {
     let open = Arc::new(Flag { open: AtomicBool::new(true), ..Flag::default() });
-    assert_eq!(poll(&mut Opened::of(open), &Arc::default()), Poll::Ready(Ok(())));
+    assert_eq!(Woken::here().poll(&mut Opened::of(open)), Poll::Ready(Ok(())));
     drop(Alarm::new());
     assert_eq!(threads(), 0, "nothing waits");
 
     let gates: [Arc<Flag>; 3] = Default::default();
     let broken = Arc::new(Flag { panics: true, ..Flag::default() });
-    let times: [Arc<Times>; 4] = Default::default();
+    let times = [(); 4].map(|()| Woken::here());
     let mut waits: Vec<Opened> = gates.iter().map(|gate| Opened::of(gate.clone())).collect();
     waits.push(Opened::of(broken.clone()));
     for (wait, times) in waits.iter_mut().zip(&times) {
-        assert!(poll(wait, times).is_pending());
+        assert!(times.poll(wait).is_pending());
     }
-    until(|| times[3].0.load(Ordering::SeqCst) == 1);
+    until(|| times[3].times() == 1);
     assert_eq!(threads(), 1);
 
     gates[1].open.store(true, Ordering::SeqCst);
-    until(|| times[1].0.load(Ordering::SeqCst) == 1);
-    assert_eq!(poll(&mut waits[1], &times[1]), Poll::Ready(Ok(())));
-    assert_eq!(times.each_ref().map(|times| times.0.load(Ordering::SeqCst)), [0, 1, 0, 1]);
+    until(|| times[1].times() == 1);
+    assert_eq!(times[1].poll(&mut waits[1]), Poll::Ready(Ok(())));
+    assert_eq!(times.each_ref().map(|times| times.times()), [0, 1, 0, 1]);
 
     // A dropped wait is not polled again.
     waits.clear();
@@ -102,8 +91,8 @@ fn one_thread_is_started_by_the_first_future_that_waits_and_serves_all() {
 
     // The thread sleeps now, and serves the next wait.
     let mut next = Opened::of(gates[2].clone());
-    assert!(poll(&mut next, &times[2]).is_pending());
+    assert!(times[2].poll(&mut next).is_pending());
     gates[2].open.store(true, Ordering::SeqCst);
-    until(|| times[2].0.load(Ordering::SeqCst) == 1);
+    until(|| times[2].times() == 1);
     assert_eq!(threads(), 1);
 }

@@ -1,6 +1,9 @@
 //! Tests of waiting for bytes: by priority, then in order, without lost wakeups, for threads and
 //! futures.
 
+#[path = "../../../../tests/support/woken.rs"]
+mod woken;
+
 use aquifer_core::{Budget, Charge, OutOfBudget, budget::Waiting};
 use std::{
     future::Future,
@@ -13,36 +16,28 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-
-struct Count(AtomicUsize);
-
-impl Wake for Count {
-    fn wake(self: Arc<Self>) {
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
-}
+use woken::Woken;
 
 /// A wait that is polled directly.
 struct Polled {
     waiting: Waiting,
-    wakes: Arc<Count>,
+    woken: Arc<Woken>,
 }
 
 impl Polled {
     fn new(waiting: Waiting) -> Self {
-        Self { waiting, wakes: Arc::new(Count(AtomicUsize::new(0))) }
+        Self { waiting, woken: Woken::here() }
     }
 
     fn poll(&mut self) -> Option<Result<Charge, OutOfBudget>> {
-        let waker = Waker::from(Arc::clone(&self.wakes));
-        match Pin::new(&mut self.waiting).poll(&mut Context::from_waker(&waker)) {
+        match self.woken.poll(&mut self.waiting) {
             Poll::Ready(answer) => Some(answer),
             Poll::Pending => None,
         }
     }
 
-    fn woken(&self) -> usize {
-        self.wakes.0.load(Ordering::Relaxed)
+    fn woken(&self) -> u32 {
+        self.woken.times()
     }
 }
 

@@ -3,6 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![allow(unsafe_code, reason = "implements operands")]
 
+#[path = "../../../../../tests/support/woken.rs"]
+mod woken;
+
 use aquifer_core::{Budget, DeviceId, Result};
 use aquifer_driver::{
     Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed,
@@ -14,14 +17,8 @@ use aquifer_host::{
     region::{Host, PageTier},
 };
 use aquifer_stream::{Stream, StreamPool, UseList};
-use std::{
-    future::Future,
-    pin::pin,
-    sync::Arc,
-    task::{Context, Poll, Wake, Waker},
-    thread::{self, Thread},
-    time::Duration,
-};
+use std::{thread, time::Duration};
+pub(crate) use woken::block_on;
 
 pub(crate) const GPU: DeviceId = DeviceId(0);
 /// Longer than any operation takes, unless it hangs.
@@ -217,29 +214,5 @@ impl Typed for Plain {
     type Item = u8;
     fn len(&self) -> usize {
         self.range.bytes as usize
-    }
-}
-
-/// A waker that unparks the polling thread.
-struct Unpark(Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
-/// Runs a future to its end on this thread.
-pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
-    let mut future = pin!(future);
-    let deadline = std::time::Instant::now() + PATIENCE;
-    loop {
-        if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            return output;
-        }
-        assert!(std::time::Instant::now() < deadline, "nobody woke the future");
-        // The time limit lets the test fail if no waker is called.
-        thread::park_timeout(PATIENCE);
     }
 }
