@@ -1,14 +1,14 @@
 //! The watch thread.
 
 use aquifer_core::SystemError;
-use aquifer_host::kernel::{Bell, Kernel, Process, SpawnedThread, StallAlarm, Woken};
+use aquifer_host::kernel::{Bell, Kernel, StallAlarm, Woken, is_forked_child};
 use std::{
     mem::ManuallyDrop,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread,
+    thread::{self, JoinHandle},
     time::Duration,
 };
 
@@ -39,9 +39,8 @@ impl StopFlag {
 pub(super) struct WatchThread {
     stop: StopFlag,
     bell: Arc<Bell>,
-    thread: Option<SpawnedThread>,
-    /// The process of the thread. A forked child does not have it.
-    process: Process,
+    /// A forked child does not have it.
+    thread: Option<JoinHandle<()>>,
 }
 
 impl WatchThread {
@@ -73,7 +72,7 @@ impl WatchThread {
                 }
             }
         })?;
-        Ok(Self { stop, bell, thread: Some(thread), process: Process::current() })
+        Ok(Self { stop, bell, thread: Some(thread) })
     }
 
     /// Runs the next reading now.
@@ -85,7 +84,7 @@ impl WatchThread {
 impl Drop for WatchThread {
     fn drop(&mut self) {
         let thread = self.thread.take();
-        if !self.process.is_current() {
+        if is_forked_child() {
             // The bell is shared with the parent, and a lock of the handle may be held for ever.
             let _kept = ManuallyDrop::new(thread);
             return;
@@ -93,8 +92,9 @@ impl Drop for WatchThread {
         self.stop.flag.store(true, Ordering::Relaxed);
         self.bell.ring();
         // The last reference may be dropped by the function itself, on this thread.
-        if let Some(thread) = thread.filter(|thread| !thread.is_current()) {
-            thread.join();
+        if let Some(thread) = thread.filter(|it| it.thread().id() != thread::current().id()) {
+            // The panic hook has printed the message of a reading that panicked.
+            let _ended = thread.join();
         }
     }
 }

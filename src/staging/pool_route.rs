@@ -3,7 +3,7 @@
 
 use allocator_api2::alloc::Allocator;
 use aquifer_global::{Route, RouteId};
-use aquifer_host::{PinnedAllocator, kernel::Process, region::window};
+use aquifer_host::{PinnedAllocator, kernel::is_forked_child, region::window};
 use std::{alloc::Layout, ops::Range, ptr::NonNull, sync::OnceLock};
 
 /// The minimum size in bytes of an allocation in a [`route`] scope that goes to the staging
@@ -18,14 +18,12 @@ static ROUTE: OnceLock<Option<RouteId>> = OnceLock::new();
 struct PoolRoute {
     pool: PinnedAllocator,
     window: Range<usize>,
-    /// The process in which the pool's memory is mapped. A forked child does not have it.
-    process: Process,
 }
 
 impl PoolRoute {
     /// Returns whether this process has the pool's memory.
     fn has_memory(&self) -> bool {
-        self.process.is_current()
+        !is_forked_child()
     }
 
     /// Returns the block if it lies inside the route's window. Otherwise deallocates it: memory
@@ -130,7 +128,7 @@ fn register() -> Option<RouteId> {
     }
     let window = window::bounds()?;
     *ROUTE.get_or_init(|| {
-        let to = PoolRoute { pool: pool.allocator(), window, process: Process::current() };
+        let to = PoolRoute { pool: pool.allocator(), window };
         aquifer_global::register(Box::leak(Box::new(to))).ok()
     })
 }

@@ -186,8 +186,8 @@ pub enum MemoryError {
     },
     /// An id of another pool, or of an object that no longer exists.
     UnknownId,
-    /// A pool that was created before a fork, in the parent process. Its memory was not inherited,
-    /// and its locks may be held by threads that do not exist here.
+    /// A pool that was created before a fork, in the parent process, or a new pool of host memory in
+    /// the child of such a process. Its locks may be held by threads that do not exist here.
     OtherProcess,
     /// The per-thread default stream of another thread. The handle means a different stream on this
     /// thread, so no call was made.
@@ -322,7 +322,7 @@ impl fmt::Display for MemoryError {
             }
             Self::UnknownId => f.write_str("an id of another pool, or of something that is gone"),
             Self::OtherProcess => {
-                f.write_str("a pool of the process that this one was forked from; make one here")
+                f.write_str("the pool belongs to the process that this one was forked from; spawn workers, or fork before there are pools")
             }
             Self::OtherThread { stream } => {
                 write!(

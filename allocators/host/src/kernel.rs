@@ -7,15 +7,11 @@
 
 mod barrier;
 mod faults;
-mod fork_safe;
 mod process;
-mod threads;
 mod wait;
 
 pub use faults::{Faults, SystemCall};
-pub(crate) use fork_safe::{ForkSafe, ForkSafeGuard, LockOrder};
-pub use process::Process;
-pub use threads::SpawnedThread;
+pub use process::is_forked_child;
 pub use wait::{Bell, StallAlarm, Woken};
 
 use crate::topology::{Bitmap, NodeId};
@@ -26,7 +22,14 @@ use nix::{
     sys::utsname::uname,
     time::{ClockId, clock_gettime},
 };
-use std::{num::NonZeroUsize, ptr, ptr::NonNull, sync::Arc, thread, time::Duration};
+use std::{
+    num::NonZeroUsize,
+    ptr,
+    ptr::NonNull,
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::Duration,
+};
 
 /// A range of addresses of this process. Plain numbers, without ownership.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -119,6 +122,7 @@ impl Kernel {
     /// Creates the interface to the real kernel.
     #[must_use]
     pub fn new() -> Self {
+        process::watch_forks();
         aquifer_driver::forks::hold_budgets();
         Self::default()
     }
@@ -126,7 +130,9 @@ impl Kernel {
     /// Creates an interface whose calls fail as planned.
     #[must_use]
     pub fn with_faults(faults: Arc<Faults>) -> Self {
-        Self { faults: Some(faults) }
+        let mut kernel = Self::new();
+        kernel.faults = Some(faults);
+        kernel
     }
 
     /// Counts the call, and fails if that is planned. Returns the simulated duration, if one is
@@ -340,6 +346,29 @@ impl Kernel {
                 .for_each(|(place, node)| nodes[place] = node);
         }
         Ok(nodes)
+    }
+
+    /// Starts a thread. The kernel keeps 15 bytes of its name, which has no zero byte.
+    ///
+    /// ```
+    /// use aquifer_host::kernel::Kernel;
+    /// let thread = Kernel::new().spawn("example", || println!("runs"))?;
+    /// assert!(thread.join().is_ok());
+    /// # Ok::<(), aquifer_core::SystemError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `EAGAIN` if the limit of threads is reached. `work` is dropped.
+    pub fn spawn(
+        &self,
+        name: &str,
+        work: impl FnOnce() + Send + 'static,
+    ) -> Result<JoinHandle<()>> {
+        self.intercept(SystemCall::Spawn)?;
+        thread::Builder::new().name(name.into()).spawn(work).map_err(|e| SystemError {
+            call: SystemCall::Spawn.name(),
+            errno: e.raw_os_error().unwrap_or(libc::EAGAIN),
+        })
     }
 
     /// Binds the calling thread to CPUs (`sched_setaffinity`). The set may have any size.

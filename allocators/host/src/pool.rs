@@ -115,7 +115,7 @@
 //! A child does not inherit the memory, unless [`PinnedConfig::share_on_fork`] lets it read blocks
 //! that exist, and locks may be held by threads that do not exist there. In a child, allocations
 //! return [`MemoryError::OtherProcess`], frees do nothing, statistics are zero, and nothing blocks.
-//! The child can make a pool of its own. The parent's pool is unaffected.
+//! The child cannot make a pool of its own either. The parent's pool is unaffected.
 //!
 //! # Caveats
 //! - `deallocate` cannot return an error: a pointer that is not a live block of the pool is ignored
@@ -162,6 +162,7 @@ pub use pool_core::stale_frees;
 pub use stats::PinnedStats;
 
 use crate::{
+    kernel::is_forked_child,
     region::{self, Host, RegionReport},
     topology::NodeId,
 };
@@ -222,8 +223,12 @@ impl PinnedPool {
     ///
     /// # Errors
     /// [`MemoryError::BadSetting`] for an invalid configuration, for an `AQUIFER_TRACE` that cannot
-    /// be written, or for an invalid `AQUIFER_STATUS`.
+    /// be written, or for an invalid `AQUIFER_STATUS`. [`MemoryError::OtherProcess`] in a forked
+    /// child of a process that had a [`Host`].
     pub fn new(host: &Host, budget: &Budget, mut config: PinnedConfig) -> Result<Self> {
+        if is_forked_child() {
+            return Err(MemoryError::OtherProcess);
+        }
         config.check()?;
         config.recorder = Recorder::with_environment(config.recorder)?;
         aquifer_status::start()?;
@@ -413,8 +418,7 @@ impl PinnedPool {
 
     /// Returns the pool core, or an error in a child process.
     fn core(&self) -> Result<&'static PoolCore> {
-        let core = self.handle.core;
-        if core.is_current_process() { Ok(core) } else { Err(MemoryError::OtherProcess) }
+        if is_forked_child() { Err(MemoryError::OtherProcess) } else { Ok(self.handle.core) }
     }
 }
 

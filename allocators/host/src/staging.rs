@@ -83,7 +83,9 @@ pub use stores::Stores;
 pub use ticket::{Begun, HostBuffer, Ticket};
 pub use transfer::Progress;
 
-use crate::{PinnedPool, kernel::Process, region::Host, topology::NodeId, workers::Workers};
+use crate::{
+    PinnedPool, kernel::is_forked_child, region::Host, topology::NodeId, workers::Workers,
+};
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use lane::Lanes;
@@ -280,11 +282,14 @@ impl OrderingStream {
     }
 }
 
+/// Returns an error in a forked child of the process that owns the threads and the memory. There,
+/// locks may be held forever.
+fn check_process() -> Result<()> {
+    if is_forked_child() { Err(MemoryError::OtherProcess) } else { Ok(()) }
+}
+
 /// State that is shared by the stager's handles and its transfers.
 struct StagerCore {
-    /// The process that owns the threads and the memory. In a forked child, locks may be held
-    /// forever.
-    process: Process,
     streams: StreamPool,
     device: DeviceId,
     /// The NUMA node of the workers, `None` for any node.
@@ -299,15 +304,6 @@ struct StagerCore {
 }
 
 impl StagerCore {
-    fn is_current_process(&self) -> bool {
-        self.process.is_current()
-    }
-
-    /// Returns an error in a forked child of the process that owns the stager.
-    fn check_process(&self) -> Result<()> {
-        if self.is_current_process() { Ok(()) } else { Err(MemoryError::OtherProcess) }
-    }
-
     fn direction_state(&self, direction: Direction) -> &DirectionState {
         match direction {
             Direction::Upload => &self.up,
@@ -380,7 +376,6 @@ impl Stager {
         let cache = host.topology.last_level_cache(node).ok().and_then(|found| found.value);
         let state = |direction| DirectionState::new(host, pool, direction, &config, cache);
         let shared = StagerCore {
-            process: Process::current(),
             device: streams.device(),
             node,
             up: state(Direction::Upload),
@@ -398,7 +393,7 @@ impl Stager {
     /// # Errors
     /// Those of the pool or of the stream pool, if a direction cannot get a single lane.
     pub fn warm(&self) -> Result<()> {
-        self.shared.check_process()?;
+        check_process()?;
         let both = [&self.shared.up, &self.shared.down];
         // One direction must not reclaim the lanes of the other.
         let _held = both.map(|state| state.lanes.hold_reclaim());
@@ -408,7 +403,7 @@ impl Stager {
     /// Gives all unused slots back to their pool, and returns the number of their bytes.
     #[must_use = "the bytes that went back"]
     pub fn trim(&self) -> u64 {
-        if !self.shared.is_current_process() {
+        if is_forked_child() {
             return 0;
         }
         self.shared.up.lanes.trim() + self.shared.down.lanes.trim()

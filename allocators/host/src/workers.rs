@@ -20,8 +20,7 @@
 //!   necessary.
 //!
 //! A forked child process has none of its parent's threads. Its calls return
-//! [`WorkerError::Forked`] and [`JobError::Closed`] instead of waiting for them, and it can create
-//! [`Workers`] of its own.
+//! [`WorkerError::Forked`] and [`JobError::Closed`] instead of waiting for them.
 //!
 //! # What workers keep
 //! Records that a worker makes lie on its node already and need no allocation per task, so no arena
@@ -38,7 +37,7 @@ pub use error::WorkerError;
 pub use job::{Deadline, Job, JobError};
 
 use crate::{
-    kernel::{Kernel, Process},
+    kernel::{Kernel, is_forked_child},
     topology::{NodeId, Topology},
 };
 use std::{collections::BTreeMap, error::Error, fmt, num::NonZeroUsize, sync::Arc};
@@ -60,8 +59,6 @@ pub struct Workers {
     known: Vec<NodeId>,
     /// Unbound workers, for memory whose node is unknown.
     anywhere: Arc<WorkerGroup>,
-    /// The process that the threads belong to.
-    process: Process,
 }
 
 impl Workers {
@@ -91,7 +88,6 @@ impl Workers {
             nodes: nodes.collect(),
             known: topology.nodes().iter().map(|node| node.id).collect(),
             anywhere: Arc::new(WorkerGroup::new(None, per_node.get().min(cpus), kernel)),
-            process: Process::current(),
         }
     }
 
@@ -113,7 +109,7 @@ impl Workers {
     ) -> Result<Job<R>, WorkerError> {
         // This check comes first: a lock may be held by a thread that does not exist in this
         // process.
-        if self.belong_to_parent() {
+        if is_forked_child() {
             return Err(WorkerError::Forked);
         }
         let group = match node {
@@ -149,20 +145,16 @@ impl Workers {
     /// touch by such a worker does not determine the node of memory.
     #[must_use]
     pub fn shortfall(&self, node: NodeId) -> Option<WorkerError> {
-        if self.belong_to_parent() {
+        if is_forked_child() {
             return Some(WorkerError::Forked);
         }
         self.nodes.get(&node)?.shortfall()
     }
 
-    fn belong_to_parent(&self) -> bool {
-        !self.process.is_current()
-    }
-
     /// Returns the number of live threads, bound and unbound.
     #[must_use]
     pub fn threads(&self) -> usize {
-        if self.belong_to_parent() {
+        if is_forked_child() {
             return 0;
         }
         self.nodes.values().map(|group| group.alive()).sum::<usize>() + self.anywhere.alive()
@@ -173,7 +165,7 @@ impl Drop for Workers {
     /// Ends the threads after their current pieces. Unfinished jobs return [`JobError::Closed`].
     /// Does not wait.
     fn drop(&mut self) {
-        if self.belong_to_parent() {
+        if is_forked_child() {
             return;
         }
         self.nodes.values().for_each(|group| group.close());

@@ -1,59 +1,42 @@
-//! The identity of a process among its forks, checked without a system call.
+//! Whether this process is the child of a fork, known without a system call.
 #![expect(unsafe_code, reason = "installs a fork handler")]
 
 use nix::libc;
-use std::{
-    process,
-    sync::{
-        OnceLock,
-        atomic::{AtomicU32, Ordering},
-    },
+use std::sync::{
+    Once,
+    atomic::{AtomicBool, Ordering},
 };
 
-/// Number of forks on the way to this process since the first call. Relaxed, because it changes
-/// before a child has a second thread.
-static FORKS: AtomicU32 = AtomicU32::new(0);
+/// Relaxed, because it changes before a child has a second thread.
+static IS_CHILD: AtomicBool = AtomicBool::new(false);
 
-unsafe extern "C" fn count() {
-    FORKS.fetch_add(1, Ordering::Relaxed);
+unsafe extern "C" fn in_child() {
+    IS_CHILD.store(true, Ordering::Relaxed);
 }
 
-/// A process, as the owner of things that its children do not inherit: threads, and some memory.
-///
-/// Detects forks by the C library, which includes those of Rust and of other libraries.
-///
-/// ```
-/// use aquifer_host::kernel::Process;
-/// assert!(Process::current().is_current());
-/// ```
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Process {
-    forks: u32,
-    /// The process number, if the C library does not report forks.
-    id: Option<u32>,
+/// Detects forks by the C library from now on (`pthread_atfork`), which include those of Rust and
+/// of other libraries. If the C library has no memory for the handler, forks are not detected.
+pub(super) fn watch_forks() {
+    static WATCHED: Once = Once::new();
+    // SAFETY: 1. `in_child` may run in a child of a process with threads: it touches one atomic.
+    WATCHED.call_once(|| _ = unsafe { libc::pthread_atfork(None, None, Some(in_child)) });
 }
 
-impl Process {
-    /// Returns this process. The first call installs a fork handler (`pthread_atfork`).
-    #[must_use]
-    pub fn current() -> Self {
-        static COUNTED: OnceLock<bool> = OnceLock::new();
-        // SAFETY: 1. `count` may run in a child of a process with threads: it touches one atomic.
-        let counted =
-            *COUNTED.get_or_init(|| unsafe { libc::pthread_atfork(None, None, Some(count)) } == 0);
-        Self { forks: FORKS.load(Ordering::Relaxed), id: (!counted).then(process::id) }
-    }
-
-    /// Returns whether it is the running process. Costs a load, or `getpid` if forks are not
-    /// reported.
-    #[inline]
-    #[must_use]
-    pub fn is_current(self) -> bool {
-        match self.id {
-            None => FORKS.load(Ordering::Relaxed) == self.forks,
-            Some(id) => process::id() == id,
-        }
-    }
+/// Returns whether this process was forked by one that had made a [`Kernel`](super::Kernel).
+///
+/// Such a child has neither its parent's threads nor, unless it is shared, its pinned memory. The
+/// locks of host memory may be held by threads that do not exist here. So pools, stagers and
+/// workers refuse everything in a child, and it can make none of its own. Costs a load.
+///
+/// ```
+/// use aquifer_host::kernel::{Kernel, is_forked_child};
+/// let _kernel = Kernel::new();
+/// assert!(!is_forked_child());
+/// ```
+#[inline]
+#[must_use]
+pub fn is_forked_child() -> bool {
+    IS_CHILD.load(Ordering::Relaxed)
 }
 
 #[cfg(test)]
@@ -79,19 +62,10 @@ mod tests {
     }
 
     #[test]
-    fn children_and_grandchildren_are_other_processes() {
-        let counted = Process::current();
-        assert_eq!(counted.id, None, "the C library counts forks");
-        let numbered = Process { forks: 0, id: Some(process::id()) };
-        for parent in [counted, numbered] {
-            assert!(parent.is_current());
-            assert!(in_child(|| {
-                let child = Process::current();
-                !parent.is_current()
-                    && child.is_current()
-                    && in_child(|| !parent.is_current() && !child.is_current())
-            }));
-            assert!(parent.is_current(), "a fork changes nothing here");
-        }
+    fn children_and_grandchildren_know_that_they_are() {
+        watch_forks();
+        assert!(!is_forked_child());
+        assert!(in_child(|| is_forked_child() && in_child(is_forked_child)));
+        assert!(!is_forked_child(), "a fork changes nothing here");
     }
 }

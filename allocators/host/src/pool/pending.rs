@@ -2,10 +2,10 @@
 
 use super::{
     context::PoolContext,
-    pool_core::{LINGERING, PoolCore, is_open},
+    pool_core::{LINGERING, PoolCore, is_open, lock},
     state::{FreedBlock, PolledBlock},
 };
-use crate::{clock, region};
+use crate::{clock, kernel::is_forked_child, region};
 use aquifer_core::{Action, event::EventTicket};
 use aquifer_driver::HostAccess;
 use std::{
@@ -26,8 +26,11 @@ pub fn sweep() {
 }
 
 fn sweep_after(wait: impl Fn(&'static PoolCore, &Arc<PoolContext>)) {
-    let lingering = mem::take(&mut *LINGERING.lock());
-    for core in lingering.into_iter().filter(|core| core.is_current_process()) {
+    if is_forked_child() {
+        return;
+    }
+    let lingering = mem::take(&mut *lock(&LINGERING));
+    for core in lingering {
         core.poll_all();
         if let Some(shared) = core.with(|state| state.shared.clone().filter(|_| !state.open)) {
             wait(core, &shared);

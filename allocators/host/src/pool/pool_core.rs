@@ -14,7 +14,7 @@ use super::{
     tally::Tally,
     thread::{self, InsidePool, THREADS},
 };
-use crate::kernel::{ForkSafe, LockOrder, Process, pointer};
+use crate::kernel::{is_forked_child, pointer};
 use aquifer_core::{Action, Gate, MemoryError, Result, Tag, event::EventTicket};
 use aquifer_driver::HostAccess;
 use aquifer_status::PublishTimer;
@@ -27,7 +27,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     ptr::NonNull,
     sync::{
-        Arc, Condvar, Mutex, OnceLock, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
@@ -43,9 +43,6 @@ pub(super) struct PoolCore {
     observed: AtomicBool,
     /// Whether blocks are pending, so that threads poll gates from time to time.
     must_poll: AtomicBool,
-    /// The process that has the memory. A child of it inherits the metadata in an arbitrary state,
-    /// but not the memory.
-    process: Process,
     /// Whether threads get magazines. A pool whose events are recorded has none.
     has_magazines: AtomicBool,
     /// On other cache lines than the flags, which every call reads.
@@ -77,19 +74,22 @@ pub fn stale_frees() -> u64 {
 }
 
 /// Cores without a pool.
-static IDLE_CORES: ForkSafe<Vec<&'static PoolCore>> =
-    ForkSafe::new(LockOrder::IdleCores, Vec::new());
+static IDLE_CORES: Mutex<Vec<&'static PoolCore>> = Mutex::new(Vec::new());
 
 /// The machines ([`Driver::machine`](aquifer_driver::Driver::machine)) that the open pools pin
-/// memory for, each with its process: a child inherits this list, but no pool.
-static OPEN: ForkSafe<Vec<(Process, u64)>> = ForkSafe::new(LockOrder::Open, Vec::new());
+/// memory for.
+static OPEN: Mutex<Vec<u64>> = Mutex::new(Vec::new());
 
 /// Cores of closed pools with pending blocks. No allocation polls their gates any more.
-pub(super) static LINGERING: ForkSafe<Vec<&'static PoolCore>> =
-    ForkSafe::new(LockOrder::Lingering, Vec::new());
+pub(super) static LINGERING: Mutex<Vec<&'static PoolCore>> = Mutex::new(Vec::new());
+
+/// Locks one of these lists. Nothing unwinds while it is locked.
+pub(super) fn lock<T>(list: &Mutex<Vec<T>>) -> MutexGuard<'_, Vec<T>> {
+    list.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn linger(core: &'static PoolCore) {
-    let mut lingering = LINGERING.lock();
+    let mut lingering = lock(&LINGERING);
     if !lingering.iter().any(|other| std::ptr::eq(*other, core)) {
         lingering.push(core);
     }
@@ -104,16 +104,13 @@ pub(super) fn is_open(gate: &dyn Gate) -> bool {
 impl PoolCore {
     /// Returns a core for a new pool, and the generation of its allocators.
     pub(super) fn open(shared: Arc<PoolContext>) -> (&'static Self, u64) {
-        let process = Process::current();
-        let idle = || IDLE_CORES.lock().pop();
-        let idle = std::iter::from_fn(idle).find(|core| core.process == process);
+        let idle = lock(&IDLE_CORES).pop();
         let core = idle.unwrap_or_else(|| {
             &*Box::leak(Box::new(Self {
                 magazines: (0..THREADS).map(|_| OnceLock::new()).collect(),
                 depot: Depot::new(),
                 observed: AtomicBool::new(false),
                 must_poll: AtomicBool::new(false),
-                process,
                 has_magazines: AtomicBool::new(false),
                 state: CachePadded::new(Spin::new(PoolState::new())),
                 publish_timer: PublishTimer::new(),
@@ -123,7 +120,7 @@ impl PoolCore {
             }))
         });
         if let Some(machine) = shared.machine() {
-            OPEN.lock().push((process, machine));
+            lock(&OPEN).push(machine);
         }
         core.observed.store(shared.observed, Ordering::Relaxed);
         let has_magazines = shared.config.recorder.is_none()
@@ -136,13 +133,6 @@ impl PoolCore {
             state.generation
         });
         (core, generation)
-    }
-
-    /// Returns whether this process has the memory. A child must not touch the core, since a lock
-    /// may be held forever.
-    #[inline]
-    pub(super) fn is_current_process(&self) -> bool {
-        self.process.is_current()
     }
 
     /// Runs `work` under the lock. `work` must not wait, call the driver, or run user code.
@@ -273,7 +263,7 @@ impl PoolCore {
 
     /// Stops serving allocations of this generation, and releases all free regions.
     pub(super) fn close(&'static self, generation: u64) {
-        if !self.is_current_process() {
+        if is_forked_child() {
             return;
         }
         let shared = self.with(|state| {
@@ -288,8 +278,8 @@ impl PoolCore {
         });
         if let Some(shared) = shared {
             if let Some(machine) = shared.machine() {
-                let mut open = OPEN.lock();
-                if let Some(own) = open.iter().position(|of| *of == (self.process, machine)) {
+                let mut open = lock(&OPEN);
+                if let Some(own) = open.iter().position(|of| *of == machine) {
                     open.swap_remove(own);
                 }
             }
@@ -298,7 +288,7 @@ impl PoolCore {
             self.reap(&shared, 0, u64::MAX, None);
             self.publish(&shared);
             self.recycle_or_linger();
-            if self.is_last_of(&shared) {
+            if Self::is_last_of(&shared) {
                 self.settle(&shared);
             }
         }
@@ -306,16 +296,15 @@ impl PoolCore {
 
     /// Returns whether no open pool pins memory for the machine of this closed one. No quiet point
     /// may then ever come.
-    fn is_last_of(&self, shared: &PoolContext) -> bool {
-        let machine = shared.machine();
-        !OPEN.lock().iter().any(|&(process, of)| process == self.process && Some(of) == machine)
+    fn is_last_of(shared: &PoolContext) -> bool {
+        !shared.machine().is_some_and(|machine| lock(&OPEN).contains(&machine))
     }
 
     /// Releases what the free of a block has left unused of a closed pool.
     fn release_after_close(&'static self, shared: &Arc<PoolContext>) {
         self.drain(shared, true);
         self.poll_all();
-        let last = self.is_last_of(shared);
+        let last = Self::is_last_of(shared);
         if last {
             self.reap(shared, 0, u64::MAX, None);
         } else {
@@ -338,7 +327,7 @@ impl PoolCore {
         });
         drop(old);
         if over {
-            IDLE_CORES.lock().push(self);
+            lock(&IDLE_CORES).push(self);
         } else if self.with(|state| {
             !state.open && (state.has_gated_blocks() || self.magazines_hold(state.generation))
         }) {
@@ -524,7 +513,7 @@ impl PoolCore {
             let address = NonZeroUsize::new(layout.align()).unwrap_or(NonZeroUsize::MIN);
             return Ok(NonNull::slice_from_raw_parts(NonNull::without_provenance(address), 0));
         }
-        if !self.is_current_process() {
+        if is_forked_child() {
             return Err(MemoryError::OtherProcess);
         }
         if thread::is_inside_pool() {
@@ -633,7 +622,7 @@ impl PoolCore {
     ) {
         let block =
             FreedBlock { address: address.addr().get() as u64, requested: layout.size() as u64 };
-        if block.requested == 0 || !self.is_current_process() {
+        if block.requested == 0 || is_forked_child() {
             return;
         }
         if self.observed.load(Ordering::Relaxed) {
@@ -712,7 +701,7 @@ impl PoolCore {
                 return true;
             }
         }
-        if !self.is_current_process() {
+        if is_forked_child() {
             return false;
         }
         let (resized, shared, tickets) = self.with(|state| {
@@ -743,7 +732,7 @@ impl PoolCore {
         // Open gates are dropped at every 16th one, so that a block that is copied again and again
         // does not collect gates without limit.
         const MANY: usize = 16;
-        if !self.is_current_process() {
+        if is_forked_child() {
             return Err(MemoryError::OtherProcess);
         }
         let (start, gates) = self.with(|state| -> Result<_> {

@@ -5,6 +5,7 @@
 //! from time to time, since that takes a walk over all magazines.
 
 use super::{context::PoolContext, pool_core::PoolCore, thread::InsidePool};
+use crate::kernel::is_forked_child;
 use aquifer_status::{PoolFigures, PoolKind, SlotDescription, tightest_limit};
 
 /// Returns the description of a pool on this node.
@@ -21,7 +22,7 @@ pub(super) fn describe(node: Option<u32>) -> SlotDescription {
 impl PoolCore {
     /// Publishes all figures of the pool. Called with no lock held.
     pub(super) fn publish(&self, shared: &PoolContext) {
-        if !aquifer_status::is_published() || !self.is_current_process() {
+        if !aquifer_status::is_published() || is_forked_child() {
             return;
         }
         self.publish_timer.restart();

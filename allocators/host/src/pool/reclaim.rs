@@ -13,7 +13,10 @@ use super::{
     context::{BudgetRegistration, PoolContext},
     pool_core::PoolCore,
 };
-use crate::region::{self, Pinning};
+use crate::{
+    kernel::is_forked_child,
+    region::{self, Pinning},
+};
 use aquifer_core::{
     budget::{Offer, Reclaim},
     event::MemoryLocation,
@@ -57,7 +60,7 @@ impl Reclaim for PoolReclaimer {
     }
 
     fn offer(&self) -> Offer {
-        if !self.core.is_current_process() {
+        if is_forked_child() {
             return Offer::default();
         }
         let shared = self.core.with(|state| state.open_as(self.generation).cloned());
@@ -83,7 +86,7 @@ impl Reclaim for PoolReclaimer {
     }
 
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
-        if !self.core.is_current_process()
+        if is_forked_child()
             || self.waits && deadline.is_some_and(|deadline| Instant::now() >= deadline)
         {
             return;

@@ -14,9 +14,14 @@
 #![expect(unsafe_code, reason = "makes a key of the C library's threads")]
 
 use super::magazine::Magazine;
-use crate::kernel::{ForkSafe, ForkSafeGuard, LockOrder};
+use crate::kernel::is_forked_child;
 use nix::libc;
-use std::{cell::Cell, ffi::c_void, ptr, sync::OnceLock};
+use std::{
+    cell::Cell,
+    ffi::c_void,
+    ptr,
+    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
+};
 
 /// Maximum number of threads with magazines at a time. Others take the lock.
 pub(super) const THREADS: usize = 1024;
@@ -113,11 +118,10 @@ struct ThreadNumbers {
     next: u32,
 }
 
-static NUMBERS: ForkSafe<ThreadNumbers> =
-    ForkSafe::new(LockOrder::Threads, ThreadNumbers { free: Vec::new(), next: 0 });
+static NUMBERS: Mutex<ThreadNumbers> = Mutex::new(ThreadNumbers { free: Vec::new(), next: 0 });
 
-fn numbers() -> ForkSafeGuard<'static, ThreadNumbers> {
-    NUMBERS.lock()
+fn numbers() -> MutexGuard<'static, ThreadNumbers> {
+    NUMBERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the number of this thread, and assigns one if possible.
@@ -188,8 +192,11 @@ extern "C" fn ended(value: *mut c_void) {
         state.number.set(UNAVAILABLE);
         state.magazines.iter().for_each(|magazine| magazine.set(None));
     });
-    let _inside = InsidePool::enter();
-    numbers().free.push(number as u32);
+    // In a child of a fork, a thread that does not exist there may hold the lock.
+    if !is_forked_child() {
+        let _inside = InsidePool::enter();
+        numbers().free.push(number as u32);
+    }
 }
 
 #[cfg(test)]

@@ -7,13 +7,13 @@
 #![expect(unsafe_code, reason = "ends registrations and driver allocations")]
 
 use super::{Cause, Reach, RegionError, Step, mapping::Mapping, stranded::strand, window};
-use crate::kernel::{ForkSafe, LockOrder, Process, Span, pointer};
+use crate::kernel::{Span, pointer};
 use aquifer_core::{Charge, DriverError};
 use aquifer_driver::{Driver, Relaxed};
 use std::{
     mem,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -232,17 +232,19 @@ impl Drop for Backing {
     }
 }
 
-/// Backings that are no longer used and not yet released. Each with the process that retired it: a
-/// forked child has not inherited the memory.
-pub(super) static RETIRED: ForkSafe<Vec<(Process, Backing)>> =
-    ForkSafe::new(LockOrder::Retired, Vec::new());
+/// Backings that are no longer used and not yet released.
+static RETIRED: Mutex<Vec<Backing>> = Mutex::new(Vec::new());
 /// The bytes that it holds.
 pub(super) static RETIRED_BYTES: AtomicU64 = AtomicU64::new(0);
+
+pub(super) fn retired() -> MutexGuard<'static, Vec<Backing>> {
+    RETIRED.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Keeps the backing until a quiet point.
 pub(super) fn retire(backing: Backing) {
     RETIRED_BYTES.fetch_add(backing.bytes(), Ordering::Relaxed);
-    RETIRED.lock().push((Process::current(), backing));
+    retired().push(backing);
 }
 
 #[cfg(test)]

@@ -4,9 +4,10 @@
 //! program is busy. Retired memory stays mapped, registered and charged until a quiet point.
 
 use super::{
-    backing::{Backing, RETIRED, RETIRED_BYTES},
+    backing::{Backing, RETIRED_BYTES, retired},
     stranded::{retry_stranded, stranded_bytes},
 };
+use crate::kernel::is_forked_child;
 use std::{mem, sync::atomic::Ordering};
 
 /// Returns the bytes that wait for [`end_retired`]. They stay charged.
@@ -36,21 +37,20 @@ pub fn retired_bytes() -> u64 {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn end_retired() -> u64 {
+    if is_forked_child() {
+        return 0;
+    }
     let stranded = stranded_bytes();
     let retried = stranded.saturating_sub(retry_stranded());
     if retired_bytes() == 0 {
         return retried;
     }
-    let waiting = mem::take(&mut *RETIRED.lock());
-    let (ours, inherited): (Vec<_>, Vec<_>) =
-        waiting.into_iter().partition(|(process, _)| process.is_current());
-    RETIRED.lock().extend(inherited);
-    RETIRED_BYTES
-        .fetch_sub(ours.iter().map(|(_, backing)| backing.bytes()).sum(), Ordering::Relaxed);
+    let waiting = mem::take(&mut *retired());
+    RETIRED_BYTES.fetch_sub(waiting.iter().map(Backing::bytes).sum(), Ordering::Relaxed);
     // Each is released, or stranded, without the lock.
-    let end = |(_, backing): (_, Backing)| {
+    let end = |backing: Backing| {
         let bytes = backing.bytes();
         if backing.close().is_ok() { bytes } else { 0 }
     };
-    retried + ours.into_iter().map(end).sum::<u64>()
+    retried + waiting.into_iter().map(end).sum::<u64>()
 }

@@ -1,21 +1,22 @@
 //! Memory whose release failed. Its release is retried.
 
-use crate::kernel::{ForkSafe, ForkSafeGuard, LockOrder};
 use std::{
     any::Any,
     mem,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 /// Something whose release failed. Dropping it tries again, and strands it again on failure.
 type StrandedMemory = Box<dyn Any + Send>;
 
-static STRANDED: ForkSafe<Vec<(u64, StrandedMemory)>> =
-    ForkSafe::new(LockOrder::Stranded, Vec::new());
+static STRANDED: Mutex<Vec<(u64, StrandedMemory)>> = Mutex::new(Vec::new());
 static STRANDED_BYTES: AtomicU64 = AtomicU64::new(0);
 
-fn stranded() -> ForkSafeGuard<'static, Vec<(u64, StrandedMemory)>> {
-    STRANDED.lock()
+fn stranded() -> MutexGuard<'static, Vec<(u64, StrandedMemory)>> {
+    STRANDED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Keeps `memory` of this many bytes, whose drop retries its release.

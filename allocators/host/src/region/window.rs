@@ -11,14 +11,17 @@
 //! - Memory that the driver allocated lies outside the window. Such regions are few and are
 //!   recorded in a separate table.
 
-use crate::kernel::{ForkSafe, ForkSafeGuard, Kernel, LockOrder, Span};
+use crate::kernel::{Kernel, Span};
 use aquifer_core::SystemError;
 use nix::libc;
 use std::{
     collections::BTreeMap,
     num::NonZeroUsize,
     ops::Range,
-    sync::atomic::{AtomicU64, AtomicUsize, Ordering},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
 };
 
 /// The alignment of regions, and the minimum gap between two: the size of a huge page in bytes.
@@ -33,7 +36,7 @@ static START: AtomicUsize = AtomicUsize::new(0);
 static LEN: AtomicUsize = AtomicUsize::new(0);
 
 /// The free parts of the window. `None` before the reservation.
-static FREE: ForkSafe<Option<FreeRanges>> = ForkSafe::new(LockOrder::Window, None);
+static FREE: Mutex<Option<FreeRanges>> = Mutex::new(None);
 
 /// Free address ranges: start to length. No two are adjacent.
 #[derive(Default)]
@@ -116,8 +119,8 @@ fn is_driver_memory(address: usize) -> bool {
     })
 }
 
-fn lock() -> ForkSafeGuard<'static, Option<FreeRanges>> {
-    FREE.lock()
+fn lock() -> MutexGuard<'static, Option<FreeRanges>> {
+    FREE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 const fn out_of_addresses() -> SystemError {

@@ -13,7 +13,7 @@
 #![expect(unsafe_code, reason = "queues copies, and copies between raw addresses")]
 
 use super::{
-    OrderingStream, StageError, StagerCore,
+    OrderingStream, StageError, StagerCore, check_process,
     lane::{Lane, Lanes, Slot},
     parts::Parts,
     permit::Permit,
@@ -72,7 +72,7 @@ type Result<T> = std::result::Result<T, StageError>;
 
 impl StagerCore {
     fn check(&self, parts: &Parts) -> MemoryResult<()> {
-        self.check_process()?;
+        check_process()?;
         match parts.range {
             Some(range) if range.device != self.device => {
                 Err(MemoryError::WrongDevice { expected: self.device, actual: range.device })

@@ -1,6 +1,7 @@
 //! Permission to start a transfer.
 
 use super::{StageError, Stager, StagerCore};
+use crate::kernel::is_forked_child;
 use aquifer_core::{MemoryError, panics::contain};
 use std::{
     fmt,
@@ -35,7 +36,7 @@ pub struct Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        if !self.shared.is_current_process() {
+        if is_forked_child() {
             return;
         }
         let permits = &self.shared.permits;
@@ -65,7 +66,7 @@ impl Stager {
     /// In a forked child process a permit is always available, and transfers that use it are
     /// refused.
     pub fn permit(&self) -> Permit {
-        if !self.shared.is_current_process() {
+        if is_forked_child() {
             return Permit { shared: self.shared.clone() };
         }
         let permits = &self.shared.permits;
@@ -80,7 +81,7 @@ impl Stager {
     /// Returns a permit if one is available. Never blocks.
     #[must_use]
     pub fn try_permit(&self) -> Option<Permit> {
-        if !self.shared.is_current_process() {
+        if is_forked_child() {
             return Some(self.permit());
         }
         let mut state = self.shared.permits.lock();
@@ -93,7 +94,7 @@ impl Stager {
     /// # Errors
     /// [`MemoryError::TimedOut`].
     pub fn permit_until(&self, deadline: Instant) -> Result<Permit, StageError> {
-        if !self.shared.is_current_process() {
+        if is_forked_child() {
             return Ok(self.permit());
         }
         let permits = &self.shared.permits;
@@ -128,7 +129,7 @@ impl Future for PermitFuture<'_> {
     type Output = Permit;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Permit> {
-        if !self.stager.shared.is_current_process() {
+        if is_forked_child() {
             return Poll::Ready(self.stager.permit());
         }
         let permits = &self.stager.shared.permits;

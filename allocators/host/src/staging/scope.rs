@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "moves bytes of what is borrowed on other threads")]
 
 use super::{
-    Progress, Sink, Source, StageError, Stager,
+    Progress, Sink, Source, StageError, Stager, check_process,
     parts::{Parts, device_location},
     plan::{Direction, Endpoint},
     transfer::Transfer,
@@ -457,7 +457,7 @@ impl<'env> StageScope<'_, 'env> {
         let shared = &self.stager.shared;
         let bytes = parts.total;
         // Checked before any lock is taken.
-        shared.check_process()?;
+        check_process()?;
         // Slots that are not pinned would add a copy, and the driver would still use its own
         // staging.
         if endpoint.is_none()

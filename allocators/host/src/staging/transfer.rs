@@ -11,7 +11,7 @@
 //! - Everything that the host queues later comes after its copies.
 
 use super::{
-    StageError, StagerCore,
+    StageError, StagerCore, check_process,
     lane::Lane,
     permit::Permit,
     plan::{Direction, TransferPlan},
@@ -146,8 +146,8 @@ impl Transfer {
 
     /// Returns the outcome in a forked child of the process that owns the workers and the memory.
     /// No lock may be taken there.
-    fn outcome_in_child(&self) -> Option<Result<(), StageError>> {
-        self.shared.check_process().err().map(|error| Err(error.into()))
+    fn outcome_in_child() -> Option<Result<(), StageError>> {
+        check_process().err().map(|error| Err(error.into()))
     }
 
     /// Stores the owner of the transfer's memory until it is finished. Must be called before
@@ -202,7 +202,7 @@ impl Transfer {
 
     /// Takes part on the calling thread, if a lane is idle.
     pub(super) fn help(&self) {
-        if self.outcome_in_child().is_none()
+        if Self::outcome_in_child().is_none()
             && let Some(part) = self.join()
             && part.has_work()
             && let Some(lane) = self.shared.direction_state(self.plan.direction).lanes.try_acquire()
@@ -248,7 +248,7 @@ impl Transfer {
 
     /// Ends the transfer early with `error`, unless it has completed or failed before.
     pub(super) fn fail(&self, error: StageError) {
-        if self.outcome_in_child().is_some() {
+        if Self::outcome_in_child().is_some() {
             return;
         }
         {
@@ -301,12 +301,12 @@ impl Transfer {
     }
 
     pub(super) fn is_finished(&self) -> bool {
-        self.outcome_in_child().is_some() || self.lock().finished
+        Self::outcome_in_child().is_some() || self.lock().finished
     }
 
     /// Returns the outcome, once the transfer is finished.
     pub(super) fn outcome(&self) -> Option<Result<(), StageError>> {
-        if let Some(outcome_in_child) = self.outcome_in_child() {
+        if let Some(outcome_in_child) = Self::outcome_in_child() {
             return Some(outcome_in_child);
         }
         let state = self.lock();
@@ -315,7 +315,7 @@ impl Transfer {
 
     /// Takes part, and blocks until the transfer is finished.
     pub(super) fn wait(&self) -> Result<(), StageError> {
-        if let Some(outcome_in_child) = self.outcome_in_child() {
+        if let Some(outcome_in_child) = Self::outcome_in_child() {
             return outcome_in_child;
         }
         self.help();
@@ -337,7 +337,7 @@ impl Transfer {
     /// Blocks until the transfer is finished or the deadline has passed. Returns whether it is
     /// finished.
     pub(super) fn wait_until(&self, deadline: Instant) -> bool {
-        if self.outcome_in_child().is_some() {
+        if Self::outcome_in_child().is_some() {
             return true;
         }
         let mut state = self.lock();
@@ -354,7 +354,7 @@ impl Transfer {
 
     /// Returns the outcome, or registers `waker` to be woken when there is one.
     pub(super) fn poll(&self, waker: &Waker) -> Poll<Result<(), StageError>> {
-        if let Some(outcome_in_child) = self.outcome_in_child() {
+        if let Some(outcome_in_child) = Self::outcome_in_child() {
             return Poll::Ready(outcome_in_child);
         }
         let mut state = self.lock();

@@ -1,10 +1,10 @@
 //! A job in pieces: its scheduling, its results and its errors.
 
+use crate::kernel::is_forked_child;
 use std::{
     error, fmt,
     mem::{self, ManuallyDrop},
     panic::{AssertUnwindSafe, catch_unwind},
-    process,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -107,9 +107,6 @@ pub(super) trait Work: Send + Sync {
 struct JobCore<R> {
     pieces: usize,
     deadline: Deadline,
-    /// The process of the worker threads. In a child process, the lock may be held by a thread
-    /// that does not exist there.
-    process: u32,
     done: AtomicUsize,
     inner: Mutex<JobState<R>>,
     changed: Condvar,
@@ -159,9 +156,8 @@ impl<R: Send + 'static> Job<R> {
             finished: pieces == 0,
             abandoned: false,
         };
-        let (process, done) = (process::id(), AtomicUsize::new(0));
-        let (inner, changed) = (Mutex::new(inner), Condvar::new());
-        Self { state: Arc::new(JobCore { pieces, deadline, process, done, inner, changed }) }
+        let (done, inner, changed) = (AtomicUsize::new(0), Mutex::new(inner), Condvar::new());
+        Self { state: Arc::new(JobCore { pieces, deadline, done, inner, changed }) }
     }
 
     pub(super) fn work(&self) -> Arc<dyn Work> {
@@ -205,7 +201,7 @@ impl<R: Send + 'static> Job<R> {
     /// [`JobError`] if one of these pieces will not be completed.
     pub fn wait_for(&self, pieces: usize, deadline: Option<Instant>) -> Result<(), JobError> {
         let state = &*self.state;
-        if state.belongs_to_parent() {
+        if is_forked_child() {
             return Err(JobError::Closed);
         }
         let pieces = pieces.min(state.pieces);
@@ -243,7 +239,7 @@ impl<R: Send + 'static> Job<R> {
     /// already.
     #[must_use]
     pub fn take(&self, piece: usize) -> Option<R> {
-        if self.state.belongs_to_parent() {
+        if is_forked_child() {
             return None;
         }
         let mut inner = self.state.lock();
@@ -259,7 +255,7 @@ impl<R: Send + 'static> Job<R> {
 
     /// Starts no further piece. Running pieces continue to their end.
     pub fn cancel(&self) {
-        if !self.state.belongs_to_parent() {
+        if !is_forked_child() {
             self.state.stop(JobError::Cancelled);
         }
     }
@@ -267,7 +263,7 @@ impl<R: Send + 'static> Job<R> {
     /// Cancels the job, and waits until no piece runs and `work` has been dropped.
     pub fn settle(self) {
         self.cancel();
-        if self.state.belongs_to_parent() {
+        if is_forked_child() {
             return;
         }
         let mut inner = self.state.lock();
@@ -280,7 +276,7 @@ impl<R: Send + 'static> Job<R> {
 impl<R: Send + 'static> Drop for Job<R> {
     fn drop(&mut self) {
         // A child process leaks its copy of the parent's job.
-        if self.state.belongs_to_parent() {
+        if is_forked_child() {
             return;
         }
         self.state.stop(JobError::Cancelled);
@@ -296,10 +292,6 @@ impl<R: Send + 'static> Drop for Job<R> {
 impl<R> JobCore<R> {
     fn lock(&self) -> MutexGuard<'_, JobState<R>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn belongs_to_parent(&self) -> bool {
-        process::id() != self.process
     }
 
     /// Returns the moment of the deadline, as far as it is known.

@@ -713,7 +713,7 @@ fn a_pool_core_is_reused_only_after_its_threads_are_notified() {
 }
 
 #[test]
-fn a_forked_child_gets_nothing_from_its_parents_pool_and_waits_for_no_lock() {
+fn a_forked_child_gets_no_memory_makes_no_pool_and_waits_for_no_lock() {
     let (pool, _budget) = small_pool();
     let allocator = pool.allocator();
     // One block that the thread's magazine would serve at once, and one that is live.
@@ -722,10 +722,11 @@ fn a_forked_child_gets_nothing_from_its_parents_pool_and_waits_for_no_lock() {
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         let _stop = Stop(&stop);
-        // Holds the pool's lock most of the time, also when the process forks.
+        // Holds the locks of the pool and of all pools most of the time, also at a fork.
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
                 let _stats = pool.stats();
+                pool::sweep();
             }
         });
         for _ in 0..20 {
@@ -740,15 +741,11 @@ fn a_forked_child_gets_nothing_from_its_parents_pool_and_waits_for_no_lock() {
                 let told = pool.allocate(bytes(100)) == Err(MemoryError::OtherProcess)
                     && pool.trim(0) == Err(MemoryError::OtherProcess)
                     && pool.stats() == Default::default();
-                let (own, _budget) = small_pool();
-                let own = own.allocator();
-                let served = take(&own, 100).is_some_and(|at| {
-                    // SAFETY: 1. the block belongs to this process and has this many bytes.
-                    unsafe { at.0.write_bytes(7, 100) };
-                    give(&own, at, 100);
-                    true
-                });
-                let right = [nothing, told, served].iter().position(|right| !right);
+                let budget = Budget::new("child", MIB as u64);
+                let own = PinnedPool::new(&support::host(), &budget, config());
+                let refused = own.is_err_and(|error| error == MemoryError::OtherProcess);
+                pool::sweep();
+                let right = [nothing, told, refused].iter().position(|right| !right);
                 // SAFETY: 1. ends the child.
                 unsafe { libc::_exit(right.map_or(0, |wrong| 1 + wrong as i32)) };
             }
@@ -766,44 +763,4 @@ fn a_forked_child_gets_nothing_from_its_parents_pool_and_waits_for_no_lock() {
     });
     give(&allocator, live, 100);
     assert_eq!(pool.stats().memory.live, 0, "what the child freed was the parent's still");
-}
-
-#[test]
-fn a_forked_child_creates_its_own_pool_whatever_its_parents_threads_did() {
-    // From here on forks wait.
-    drop(small_pool());
-    let stop = AtomicBool::new(false);
-    thread::scope(|scope| {
-        let _stop = Stop(&stop);
-        // Holds the state that all pools of a process share most of the time, also when the process
-        // forks.
-        scope.spawn(|| {
-            while !stop.load(Ordering::Relaxed) {
-                pool::sweep();
-            }
-        });
-        for _ in 0..40 {
-            // SAFETY: 1. the child uses only memory, which the C library prepares for it, and
-            // leaves by `_exit`.
-            let child = unsafe { libc::fork() };
-            if child == 0 {
-                // SAFETY: 1. takes a number. A child that blocks is ended by the alarm.
-                unsafe { libc::alarm(60) };
-                let (own, _budget) = small_pool();
-                let served = take(&own.allocator(), 100).is_some();
-                // SAFETY: 1. ends the child.
-                unsafe { libc::_exit(i32::from(!served)) };
-            }
-            let mut status = -1;
-            // SAFETY: 1. the child belongs to this process, and the status is a local.
-            let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
-            assert_eq!(
-                (waited, status),
-                (child, 0),
-                "exit code {}, signal {}",
-                status >> 8,
-                status & 127
-            );
-        }
-    });
 }
