@@ -21,7 +21,7 @@
 
 use core::ops::ControlFlow;
 
-use crate::records::{NIL, Records};
+use crate::records::{NIL, Records, State};
 
 /// Bins per doubling, as a power of two.
 const BINS_PER_LEVEL_LOG2: u32 = 5;
@@ -78,6 +78,8 @@ impl Bins {
     /// Inserts the free extent `id` by its size.
     pub(crate) fn insert(&mut self, records: &mut Records, id: u32) {
         let record = &mut records[id];
+        debug_assert_eq!(record.state, State::Free, "only free extents have a bin");
+        debug_assert!(record.len >> self.shift > 0, "an extent of less than a unit");
         record.parent = NIL;
         record.children = [NIL; 2];
         record.prev_equal = NIL;
@@ -135,7 +137,10 @@ impl Bins {
         let record = &records[id];
         let (prev, next, children, parent) =
             (record.prev_equal, record.next_equal, record.children, record.parent);
+        debug_assert_eq!(record.state, State::Free, "only free extents have a bin");
         if prev != NIL {
+            debug_assert_eq!(records[prev].next_equal, id, "the list of equal sizes is broken");
+            debug_assert_eq!(records[prev].len, records[id].len, "a list of unequal sizes");
             records[prev].next_equal = next;
             if next != NIL {
                 records[next].prev_equal = prev;
@@ -143,6 +148,7 @@ impl Bins {
             return;
         }
         let (bin, _) = bin_of(record.len >> self.shift);
+        debug_assert!(parent != NIL || self.roots[bin] == id, "a node without a parent");
         if next != NIL {
             records[next].prev_equal = NIL;
             self.replace(records, bin, id, next);
@@ -198,6 +204,7 @@ impl Bins {
 
     #[expect(clippy::unused_self, reason = "reads as one of the tree's operations")]
     fn set_child(&self, records: &mut Records, parent: u32, old: u32, id: u32) {
+        debug_assert!(records[parent].children.contains(&old), "not a child of its parent");
         let side = usize::from(records[parent].children[1] == old);
         records[parent].children[side] = id;
     }
@@ -209,10 +216,13 @@ impl Bins {
         if root != NIL
             && let Some(fit) = self.fit_in_tree(records, root, units, open)
         {
+            debug_assert!(records[fit].len >= units << self.shift, "the extent is too short");
             return Some(fit);
         }
         let next = self.next_used(bin + 1)?;
-        Some(self.smallest(records, self.roots[next]))
+        let fit = self.smallest(records, self.roots[next]);
+        debug_assert!(records[fit].len >= units << self.shift, "the extent is too short");
+        Some(fit)
     }
 
     /// Returns the smallest extent below `root` of at least `units`.

@@ -45,6 +45,9 @@ impl Config {
 
     /// Returns the configuration for host memory: units of 16 bytes, the alignment of `malloc`, and
     /// slabs of up to 64 KiB for requests of at most 16 KiB.
+    ///
+    /// The pinned pools of `aquifer-host` use it without these slabs (`small_max: 0`): they have
+    /// their own, whose slots are freed without a lock.
     #[must_use]
     pub const fn host() -> Self {
         Self { unit: 16, page: 64 << 10, grain: 64 << 10, small_max: 16 << 10, border: 0 }

@@ -176,8 +176,15 @@ impl Heap {
 
     /// Inserts a new record after `prev`, and adds it to the map.
     fn insert_after(&mut self, prev: u32, record: Record) -> u32 {
+        debug_assert!(record.len > 0, "an empty record at {:#x}", record.start);
+        debug_assert!(prev == NIL || self.records[prev].end() <= record.start, "out of order");
         let page = self.page_of(record.start);
         let id = self.records.insert_after(prev, record);
+        debug_assert!(
+            self.records[id].next == NIL
+                || self.records[id].end() <= self.records[self.records[id].next].start,
+            "the record overlaps the next one"
+        );
         // If the previous record starts in the same page, the map has it or an earlier one.
         if prev == NIL || self.page_of(self.records[prev].start) != page {
             self.page_map.set(page, id);
@@ -187,7 +194,8 @@ impl Heap {
 
     /// Removes a record from the map and the list.
     fn remove_record(&mut self, id: u32) {
-        let Record { start, prev, next, .. } = self.records[id];
+        let Record { start, prev, next, state, .. } = self.records[id];
+        debug_assert_ne!(state, State::Vacant, "the record at {start:#x} is removed twice");
         let page = self.page_of(start);
         if prev == NIL || self.page_of(self.records[prev].start) != page {
             if next != NIL && self.page_of(self.records[next].start) == page {
@@ -203,9 +211,17 @@ impl Heap {
     /// Returns the record of the piece, which is free and in no bin.
     fn carve(&mut self, id: u32, start: u64, len: u64) -> u32 {
         use crate::records::{BORDER_ABOVE, BORDER_BELOW};
+        debug_assert!(len > 0 && len.is_multiple_of(self.config.unit), "{len} bytes");
+        debug_assert!(self.free_bytes >= len, "more is carved than is free");
         self.bins.remove(&mut self.records, id);
         self.free_bytes -= len;
         let record = &mut self.records[id];
+        debug_assert_eq!(record.state, State::Free, "carved from a record that is not free");
+        debug_assert!(
+            record.range().covers(&Range::new(start, len)),
+            "{len} bytes at {start:#x} do not lie in {:?}",
+            record.range()
+        );
         let (lead, tail) = (start - record.start, record.end() - (start + len));
         let (stamp, borders) = (record.stamp, record.borders);
         let mut piece = id;
@@ -229,6 +245,7 @@ impl Heap {
     /// Makes the record `id`, which is in no bin, a free extent, and coalesces it with its
     /// neighbours. Returns the record of the result.
     fn free_and_coalesce(&mut self, id: u32) -> u32 {
+        debug_assert_ne!(self.records[id].state, State::Vacant, "a vacant record is freed");
         self.free_bytes += self.records[id].len;
         self.records[id].state = State::Free;
         let mut id = id;
@@ -255,6 +272,8 @@ impl Heap {
     /// Merges `upper` into its neighbour `lower`. Neither is in a bin.
     fn merge(&mut self, lower: u32, upper: u32) {
         use crate::records::{BORDER_ABOVE, BORDER_BELOW};
+        debug_assert!(self.records.mergeable(lower, upper), "a border lies between them");
+        debug_assert_eq!(self.records[lower].next, upper, "they are not neighbours");
         let Record { len, stamp, borders, .. } = self.records[upper];
         let record = &mut self.records[lower];
         record.len += len;
@@ -265,7 +284,9 @@ impl Heap {
 
     /// Returns the memory of an empty slab to the extents. Returns the record of the merged extent.
     fn dissolve(&mut self, slab: u32) -> u32 {
+        debug_assert_eq!(self.slabs.slab(slab).used, 0, "a slab with live blocks is dissolved");
         let record = self.slabs.slab(slab).record;
+        debug_assert_eq!(self.records[record].slab, slab, "the record is another slab's");
         let stamp = self.stamp_of(record);
         self.slabs.dissolve(slab);
         self.records[record].stamp = stamp;

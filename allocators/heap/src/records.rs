@@ -163,6 +163,8 @@ impl Records {
             id
         } else {
             let vacant_record = &mut self.records[id as usize];
+            debug_assert_eq!(vacant_record.state, State::Vacant, "a record in use is reused");
+            debug_assert!(self.vacant_count > 0, "no record is vacant");
             self.first_vacant = vacant_record.next;
             self.vacant_count -= 1;
             // The generation of a number persists, or a stale key could match.
@@ -184,6 +186,8 @@ impl Records {
     /// Unlinks `id` and makes its number vacant.
     pub(crate) fn remove(&mut self, id: u32) {
         let (prev, next) = (self[id].prev, self[id].next);
+        debug_assert!(prev != NIL || self.first == id, "not the first record");
+        debug_assert!(prev == NIL || self[prev].next == id, "not in the list");
         if prev == NIL {
             self.first = next;
         } else {

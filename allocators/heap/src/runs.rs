@@ -40,6 +40,7 @@ impl Runs {
     pub fn take(&mut self, count: usize) -> Option<usize> {
         let count = count.max(1);
         let start = self.runs().find(|run| run.len() >= count)?.start;
+        debug_assert!(start + count <= self.len && count <= self.free, "beyond the end");
         self.set(start..start + count, true);
         self.free -= count;
         Some(start)
@@ -47,7 +48,13 @@ impl Runs {
 
     /// Frees pages, all of which must be allocated.
     pub fn free(&mut self, pages: Range<usize>) {
+        debug_assert!(pages.end <= self.len, "pages up to {} of {}", pages.end, self.len);
+        debug_assert!(
+            pages.is_empty() || self.next(pages.start, true) == Some(pages.start),
+            "pages {pages:?} are freed twice"
+        );
         self.free += pages.len();
+        debug_assert!(self.free <= self.len, "more pages are free than there are");
         self.set(pages, false);
     }
 

@@ -274,6 +274,7 @@ impl Slabs {
     pub(crate) fn dissolve(&mut self, id: u32) {
         self.unlink(id);
         let slab = &mut self.slabs[id as usize];
+        debug_assert_eq!(slab.used, 0, "{} slots are live", slab.used);
         let class = &mut self.classes[slab.class as usize];
         if class.spare == id {
             class.spare = NIL;
@@ -297,6 +298,7 @@ impl Slabs {
                 break;
             }
         }
+        debug_assert!(slab.used < slab.slots, "a full slab has no slot");
         slab.used += 1;
         let generation = slab.next_generation;
         slab.next_generation = generation.wrapping_add(1);
@@ -325,6 +327,8 @@ impl Slabs {
     #[inline(always)]
     pub(crate) fn free(&mut self, id: u32, slot: usize, stamp: u64) -> FreedSlot {
         let slab = &mut self.slabs[id as usize];
+        debug_assert!(!slab.is_free(slot), "slot {slot} is freed twice");
+        debug_assert!(slab.used > 0 && slot < slab.slots as usize, "slot {slot} was not taken");
         slab.free_bits[slot / 64 % WORDS] |= 1 << (slot % 64);
         slab.stamp = slab.stamp.max(stamp);
         let (was_full, bytes) = (slab.used == slab.slots, slab.slot);

@@ -170,6 +170,8 @@ impl Heap {
         let record = self.carve(extent, start, slots * slot);
         let slab = self.slabs.create(class, slots, record, start, self.records[record].stamp);
         let record = &mut self.records[record];
+        debug_assert!(record.start.is_multiple_of(align), "a slab at {:#x}", record.start);
+        debug_assert_eq!(record.len, slots * slot, "the slab does not fill its record");
         record.state = State::Slab;
         record.slab = slab;
         Some(slab)
@@ -178,6 +180,7 @@ impl Heap {
     #[inline]
     fn alloc_slot(&mut self, id: u32) -> HeapBlock {
         let AllocatedSlot { address, bytes, generation } = self.slabs.alloc(id);
+        debug_assert!(address.is_multiple_of(self.config.unit), "a slot at {address:#x}");
         self.live_bytes += bytes;
         self.live_blocks += 1;
         HeapBlock { address, bytes, key: Key::new(id | SLAB_BIT, generation) }
@@ -199,13 +202,17 @@ impl Heap {
             None => return None,
         };
         let record = self.carve(extent, start, len);
-        Some(self.mark_live(record))
+        let block = self.mark_live(record);
+        debug_assert!(block.address.is_multiple_of(align), "{block:?} is not aligned to {align}");
+        debug_assert_eq!(block.bytes, len, "{block:?} is not exact");
+        Some(block)
     }
 
     /// Makes a carved record a live block.
     #[inline]
     fn mark_live(&mut self, id: u32) -> HeapBlock {
         let record = &mut self.records[id];
+        debug_assert_eq!(record.state, State::Free, "two blocks at {:#x}", record.start);
         record.state = State::Live;
         self.live_bytes += record.len;
         self.live_blocks += 1;

@@ -65,11 +65,7 @@ impl Heap {
         } else if let Some(freed) =
             self.slabs.free_keyed(index & !SLAB_BIT, address, key.generation, stamp)
         {
-            self.live_bytes -= freed.bytes;
-            self.live_blocks -= 1;
-            if freed.dissolve {
-                self.dissolve(index & !SLAB_BIT);
-            }
+            let _merged = self.finish_slot_free(index & !SLAB_BIT, freed);
             return Ok(());
         }
         Err(self.key_error(address))
@@ -170,7 +166,10 @@ impl Heap {
     /// Frees the block of the record `id`. Returns the record of the merged extent.
     #[inline]
     fn free_live_record(&mut self, id: u32, stamp: u64) -> u32 {
+        debug_assert!(self.live_blocks > 0, "no block is live");
         let record = &mut self.records[id];
+        debug_assert_eq!(record.state, State::Live, "no live block at {:#x}", record.start);
+        debug_assert!(self.live_bytes >= record.len, "more is freed than is live");
         record.generation = record.generation.wrapping_add(1);
         record.stamp = record.stamp.max(stamp);
         self.live_bytes -= record.len;
@@ -186,6 +185,7 @@ impl Heap {
     /// Updates the counters after a slot was freed, and dissolves the slab if required.
     fn finish_slot_free(&mut self, slab: u32, freed: FreedSlot) -> Freed {
         let FreedSlot { bytes, dissolve } = freed;
+        debug_assert!(self.live_bytes >= bytes && self.live_blocks > 0, "no slot is live");
         self.live_bytes -= bytes;
         self.live_blocks -= 1;
         let extent = dissolve.then(|| self.dissolve(slab));

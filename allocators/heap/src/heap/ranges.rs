@@ -80,6 +80,7 @@ impl Heap {
             start = end;
         }
         self.managed_bytes += range.len;
+        debug_assert!(self.free_bytes <= self.managed_bytes, "more is free than was added");
         Ok(())
     }
 
@@ -112,6 +113,7 @@ impl Heap {
             }
             at = next;
         }
+        debug_assert!(self.managed_bytes >= range.len, "more is removed than was added");
         self.managed_bytes -= range.len;
         Ok(stamp)
     }

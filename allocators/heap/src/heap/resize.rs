@@ -71,6 +71,7 @@ impl Heap {
             record.stamp.max(stamp),
             record.borders & BORDER_ABOVE,
         );
+        debug_assert!(tail > 0 && tail < record.len, "{tail} bytes of {}", record.len);
         record.len -= tail;
         record.borders &= BORDER_BELOW;
         self.live_bytes -= tail;
@@ -96,6 +97,7 @@ impl Heap {
         let piece = self.carve(piece, block.end(), more);
         debug_assert_ne!(self.records[piece].state, State::Slab);
         self.merge(id, piece);
+        debug_assert_eq!(self.records[id].len, block.len + more, "the block has another length");
         self.live_bytes += more;
         Ok(())
     }
