@@ -24,18 +24,58 @@
 //! can be counted exactly.
 //!
 //! No adapter blocks or unwinds, unless the upstream allocator does.
+#![expect(unsafe_code, reason = "declares an unsafe trait, and copies from block to block")]
 
-mod blocks;
 mod counted;
 mod fallback;
 mod limit;
-mod owns;
 mod segregate;
 mod tagged;
 
 pub use counted::CountingAllocator;
 pub use fallback::Fallback;
 pub use limit::Limit;
-pub use owns::Owns;
 pub use segregate::Segregate;
 pub use tagged::Tagged;
+
+use std::{alloc::Layout, num::NonZero, ptr::NonNull};
+
+/// An allocator that can identify its blocks by their address.
+///
+/// # Safety
+/// As long as it is an allocator, `owns` returns `true` for every block of at least one byte that
+/// it has allocated and that was not freed, and `false` for every such block of an allocator whose
+/// memory comes from elsewhere. Never unwinds.
+pub unsafe trait Owns {
+    /// Returns whether the block that contains this address belongs to this allocator.
+    fn owns(&self, block: NonNull<u8>) -> bool;
+}
+
+// SAFETY: forwards to the same allocator.
+unsafe impl<T: Owns + ?Sized> Owns for &T {
+    fn owns(&self, block: NonNull<u8>) -> bool {
+        (**self).owns(block)
+    }
+}
+
+/// Returns an empty block, which belongs to no allocator.
+fn empty_block(layout: Layout) -> NonNull<[u8]> {
+    // An alignment is never zero.
+    let address = NonZero::new(layout.align()).unwrap_or(NonZero::<usize>::MIN);
+    NonNull::slice_from_raw_parts(NonNull::without_provenance(address), 0)
+}
+
+/// Copies the first `bytes` of a block into another.
+///
+/// # Safety
+/// `from` is readable and `to` writable for `bytes`, and both are live blocks.
+unsafe fn copy_bytes(from: NonNull<u8>, to: NonNull<[u8]>, bytes: usize) {
+    // SAFETY: guaranteed by the caller. Live blocks do not overlap, and bytes need no alignment.
+    unsafe { to.cast::<u8>().copy_from_nonoverlapping(from, bytes) };
+}
+
+/// Cuts a block to the size that was requested and counted.
+fn cut(block: NonNull<[u8]>, bytes: usize) -> NonNull<[u8]> {
+    debug_assert!(block.len() >= bytes, "a block of {} bytes for {bytes}", block.len());
+    NonNull::slice_from_raw_parts(block.cast(), bytes)
+}

@@ -1,7 +1,7 @@
 //! Allocation statistics.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
-use super::Owns;
+use super::{Owns, cut};
 use aquifer_core::{
     DeferReuse, DeviceId, Gate, Opaque, OpaqueBlock, PoolStats, Request, Result as MemoryResult,
     impl_allocator,
@@ -90,7 +90,8 @@ impl Counters {
     }
 
     fn subtract(&self, bytes: usize) {
-        self.live.fetch_sub(bytes as u64, Ordering::Relaxed);
+        let before = self.live.fetch_sub(bytes as u64, Ordering::Relaxed);
+        debug_assert!(before >= bytes as u64, "{bytes} bytes freed, but only {before} are live");
     }
 
     fn count_free(&self, bytes: usize) {
@@ -103,6 +104,33 @@ impl Counters {
         self.failures.fetch_add(1, Ordering::Relaxed);
         refusal
     }
+
+    /// Counts an allocation of `bytes`, or its refusal. Returns the block, cut to that size.
+    fn allocated<E>(
+        &self,
+        bytes: usize,
+        block: Result<NonNull<[u8]>, E>,
+    ) -> Result<NonNull<[u8]>, E> {
+        let block = block.map_err(|refusal| self.count_failure(refusal))?;
+        self.count_allocation(bytes);
+        Ok(cut(block, bytes))
+    }
+
+    /// Counts a block that was grown or shrunk, or the refusal. Returns the block, cut to its size.
+    fn resized<E>(
+        &self,
+        old: usize,
+        new: usize,
+        block: Result<NonNull<[u8]>, E>,
+    ) -> Result<NonNull<[u8]>, E> {
+        let block = block.map_err(|refusal| self.count_failure(refusal))?;
+        if new >= old {
+            self.add(new - old);
+        } else {
+            self.subtract(old - new);
+        }
+        Ok(cut(block, new))
+    }
 }
 
 impl_allocator! {
@@ -110,15 +138,11 @@ impl_allocator! {
     // fits it. 2. A clone contains a clone of that allocator.
     unsafe impl [A: Allocator] for CountingAllocator<A> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            let block = self.inner.allocate(layout).map_err(|e| self.counters.count_failure(e))?;
-            self.counters.count_allocation(layout.size());
-            Ok(NonNull::slice_from_raw_parts(block.cast(), layout.size()))
+            self.counters.allocated(layout.size(), self.inner.allocate(layout))
         }
 
         fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            let block = self.inner.allocate_zeroed(layout).map_err(|e| self.counters.count_failure(e))?;
-            self.counters.count_allocation(layout.size());
-            Ok(NonNull::slice_from_raw_parts(block.cast(), layout.size()))
+            self.counters.allocated(layout.size(), self.inner.allocate_zeroed(layout))
         }
 
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
@@ -134,9 +158,7 @@ impl_allocator! {
             new: Layout,
         ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller.
-            let block = unsafe { self.inner.grow(block, old, new) }.map_err(|e| self.counters.count_failure(e))?;
-            self.counters.add(new.size() - old.size());
-            Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
+            self.counters.resized(old.size(), new.size(), unsafe { self.inner.grow(block, old, new) })
         }
 
         unsafe fn grow_zeroed(
@@ -146,9 +168,8 @@ impl_allocator! {
             new: Layout,
         ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller. `old` is exact, so all bytes after it become zero.
-            let block = unsafe { self.inner.grow_zeroed(block, old, new) }.map_err(|e| self.counters.count_failure(e))?;
-            self.counters.add(new.size() - old.size());
-            Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
+            let block = unsafe { self.inner.grow_zeroed(block, old, new) };
+            self.counters.resized(old.size(), new.size(), block)
         }
 
         unsafe fn shrink(
@@ -158,9 +179,8 @@ impl_allocator! {
             new: Layout,
         ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller.
-            let block = unsafe { self.inner.shrink(block, old, new) }.map_err(|e| self.counters.count_failure(e))?;
-            self.counters.subtract(old.size() - new.size());
-            Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
+            let block = unsafe { self.inner.shrink(block, old, new) };
+            self.counters.resized(old.size(), new.size(), block)
         }
     }
 }

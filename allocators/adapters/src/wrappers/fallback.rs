@@ -1,10 +1,7 @@
 //! A second allocator for requests that the first refuses.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
-use super::{
-    Owns,
-    blocks::{copy_bytes, empty_block},
-};
+use super::{Owns, copy_bytes, empty_block};
 use aquifer_core::{
     DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, impl_allocator,
 };

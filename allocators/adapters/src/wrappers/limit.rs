@@ -1,7 +1,7 @@
 //! A limit on live bytes, charged to a budget.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
-use super::Owns;
+use super::{Owns, cut};
 use aquifer_core::{
     Budget, Charge, DeferReuse, DeviceId, Gate, MemoryError, Opaque, OpaqueBlock, OutOfBudget,
     OutOfMemory, PoolStats, Request, Result as MemoryResult, impl_allocator,
@@ -95,6 +95,10 @@ impl Account {
 
     fn release(&self, bytes: usize) {
         let released = self.lock().as_mut().and_then(|all| all.split(bytes as u64));
+        debug_assert!(
+            released.is_some() || bytes == 0,
+            "{bytes} bytes freed that were not charged"
+        );
         drop(released);
     }
 }
@@ -119,14 +123,14 @@ impl_allocator! {
             let charge = self.account.charge(layout.size()).map_err(|_| AllocError)?;
             let block = self.inner.allocate(layout)?;
             self.account.add(charge);
-            Ok(NonNull::slice_from_raw_parts(block.cast(), layout.size()))
+            Ok(cut(block, layout.size()))
         }
 
         fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let charge = self.account.charge(layout.size()).map_err(|_| AllocError)?;
             let block = self.inner.allocate_zeroed(layout)?;
             self.account.add(charge);
-            Ok(NonNull::slice_from_raw_parts(block.cast(), layout.size()))
+            Ok(cut(block, layout.size()))
         }
 
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
@@ -145,7 +149,7 @@ impl_allocator! {
             // SAFETY: guaranteed by the caller.
             let block = unsafe { self.inner.grow(block, old, new)? };
             self.account.add(charge);
-            Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
+            Ok(cut(block, new.size()))
         }
 
         unsafe fn grow_zeroed(
@@ -158,7 +162,7 @@ impl_allocator! {
             // SAFETY: guaranteed by the caller. `old` is exact, so all bytes after it become zero.
             let block = unsafe { self.inner.grow_zeroed(block, old, new)? };
             self.account.add(charge);
-            Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
+            Ok(cut(block, new.size()))
         }
 
         unsafe fn shrink(
@@ -170,7 +174,7 @@ impl_allocator! {
             // SAFETY: guaranteed by the caller.
             let block = unsafe { self.inner.shrink(block, old, new)? };
             self.account.release(old.size() - new.size());
-            Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
+            Ok(cut(block, new.size()))
         }
     }
 }

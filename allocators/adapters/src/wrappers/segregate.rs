@@ -1,7 +1,7 @@
 //! Small blocks from one allocator, large ones from another.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
-use super::{Owns, blocks::copy_bytes};
+use super::{Owns, copy_bytes};
 use aquifer_core::{
     DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, impl_allocator,
 };
