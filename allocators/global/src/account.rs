@@ -5,7 +5,6 @@
 
 mod credit;
 mod figures;
-mod shown;
 mod soft;
 pub(crate) mod tags;
 
@@ -13,8 +12,7 @@ pub(crate) use credit::{
     charge, charge_growth, credit_free, credit_shrink, refund, thread_slot, try_charge_unrouted,
     try_charge_unscoped, try_credit_free,
 };
-pub use figures::Stats;
-pub use shown::publish_status;
+pub use figures::{Stats, publish_status};
 pub use soft::{SoftCap, is_soft_cap_exceeded, on_soft_cap, set_soft_cap, soft_cap};
 pub use tags::{Allocated, Consumer, Held, allocated_under, held_under, top};
 
@@ -31,7 +29,7 @@ use std::sync::atomic::Ordering;
 /// maximum number of concurrent threads so far.
 #[must_use]
 pub fn stats() -> Stats {
-    shown::publish();
+    figures::publish();
     figures::read()
 }
 

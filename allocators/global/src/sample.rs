@@ -14,18 +14,17 @@
 //! The allocating thread walks its stack without using this allocator or its locks. Symbols are
 //! resolved when a stack is printed.
 
-mod paused;
 mod record;
 mod stack;
 
-pub(crate) use paused::paused;
+pub(crate) use crate::thread_state::paused;
 pub(crate) use record::{free, tag};
 pub use stack::{Stack, stacks};
 
 #[cfg(feature = "stacks")]
 use crate::not_installed::Warning;
 use crate::{
-    slots::{Slot, clock::Clock},
+    slots::{Clock, Slot},
     thread_state::{THREAD_STATE, ThreadState},
 };
 use record::FRAMES;

@@ -1,11 +1,10 @@
 //! The slot of each thread, in which it counts, and the account that all slots share.
 
 pub(crate) mod charged;
-pub(crate) mod clock;
 mod slot;
 pub(crate) mod tag_cells;
 pub(crate) mod watermark;
 
 #[cfg(test)]
 pub(crate) use slot::SLOTS;
-pub(crate) use slot::{SHARED, Slot, claim, recall, slots, totals};
+pub(crate) use slot::{Clock, SHARED, Slot, claim, recall, slots, totals};
