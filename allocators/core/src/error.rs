@@ -186,8 +186,8 @@ pub enum MemoryError {
     },
     /// An id of another pool, or of an object that no longer exists.
     UnknownId,
-    /// A pool that was created before a fork, in the parent process, or a new pool of host memory in
-    /// the child of such a process. Its locks may be held by threads that do not exist here.
+    /// A pool that was created before a fork, in the parent process, or a new pool of host memory
+    /// in the child of such a process. Its locks may be held by threads that do not exist here.
     OtherProcess,
     /// The per-thread default stream of another thread. The handle means a different stream on this
     /// thread, so no call was made.

@@ -5,20 +5,17 @@
 //! Tests can thus make every step of creating and releasing a region fail, on any machine.
 #![expect(unsafe_code, reason = "makes system calls")]
 
-mod barrier;
 mod faults;
-mod process;
 mod wait;
 
 pub use faults::{Faults, SystemCall};
-pub use process::is_forked_child;
 pub use wait::{Bell, StallAlarm, Woken};
 
 use crate::topology::{Bitmap, NodeId};
 use aquifer_core::SystemError;
 use nix::{
     errno::Errno,
-    libc::{self, c_int, c_void},
+    libc::{self, c_int, c_long, c_void},
     sys::utsname::uname,
     time::{ClockId, clock_gettime},
 };
@@ -26,7 +23,10 @@ use std::{
     num::NonZeroUsize,
     ptr,
     ptr::NonNull,
-    sync::Arc,
+    sync::{
+        Arc, Once, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
     thread::{self, JoinHandle},
     time::Duration,
 };
@@ -122,7 +122,7 @@ impl Kernel {
     /// Creates the interface to the real kernel.
     #[must_use]
     pub fn new() -> Self {
-        process::watch_forks();
+        watch_forks();
         aquifer_driver::forks::hold_budgets();
         Self::default()
     }
@@ -348,6 +348,32 @@ impl Kernel {
         Ok(nodes)
     }
 
+    /// Returns whether [`Kernel::barrier`] is available. The first call registers the process with
+    /// the kernel, which takes some milliseconds if it has several threads, and caches the result.
+    #[must_use]
+    pub fn offers_barrier(&self) -> bool {
+        static OFFERED: OnceLock<bool> = OnceLock::new();
+        *OFFERED.get_or_init(|| membarrier(REGISTER_PRIVATE_EXPEDITED).is_ok())
+    }
+
+    /// Executes a full memory barrier on every running thread of the process
+    /// (`MEMBARRIER_CMD_PRIVATE_EXPEDITED`). Takes some microseconds.
+    ///
+    /// Assume that one thread writes A and then reads B, with only a compiler fence between, and
+    /// another thread writes B, calls this, and then reads A. At least one of them sees the other's
+    /// write.
+    ///
+    /// # Errors
+    /// `EPERM` if the process is not registered, `ENOSYS` or a sandbox's error if the call is not
+    /// available.
+    pub fn barrier(&self) -> Result<()> {
+        self.intercept(SystemCall::Barrier)?;
+        if !self.offers_barrier() {
+            return Err(SystemError { call: "membarrier", errno: libc::ENOSYS });
+        }
+        membarrier(PRIVATE_EXPEDITED)
+    }
+
     /// Starts a thread. The kernel keeps 15 bytes of its name, which has no zero byte.
     ///
     /// ```
@@ -384,6 +410,47 @@ impl Kernel {
             libc::sched_setaffinity(0, size_of_val(words), words.as_ptr().cast())
         })
     }
+}
+
+const PRIVATE_EXPEDITED: c_int = 1 << 3;
+const REGISTER_PRIVATE_EXPEDITED: c_int = 1 << 4;
+
+fn membarrier(command: c_int) -> Result<()> {
+    // SAFETY: 1. the call takes only numbers, and changes no memory.
+    let answer: c_long = unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) };
+    if answer == 0 { Ok(()) } else { Err(last_error("membarrier")) }
+}
+
+/// Relaxed, because it changes before a child has a second thread.
+static IS_CHILD: AtomicBool = AtomicBool::new(false);
+
+unsafe extern "C" fn in_child() {
+    IS_CHILD.store(true, Ordering::Relaxed);
+}
+
+/// Detects forks by the C library from now on (`pthread_atfork`), which include those of Rust and
+/// of other libraries. If the C library has no memory for the handler, forks are not detected.
+fn watch_forks() {
+    static WATCHED: Once = Once::new();
+    // SAFETY: 1. `in_child` may run in a child of a process with threads: it touches one atomic.
+    WATCHED.call_once(|| _ = unsafe { libc::pthread_atfork(None, None, Some(in_child)) });
+}
+
+/// Returns whether this process was forked by one that had made a [`Kernel`].
+///
+/// Such a child has neither its parent's threads nor, unless it is shared, its pinned memory. The
+/// locks of host memory may be held by threads that do not exist here. So pools, stagers and
+/// workers refuse everything in a child, and it can make none of its own. Costs a load.
+///
+/// ```
+/// use aquifer_host::kernel::{Kernel, is_forked_child};
+/// let _kernel = Kernel::new();
+/// assert!(!is_forked_child());
+/// ```
+#[inline]
+#[must_use]
+pub fn is_forked_child() -> bool {
+    IS_CHILD.load(Ordering::Relaxed)
 }
 
 /// Returns a pointer to an address of a mapping that this crate or the driver made.
@@ -539,5 +606,40 @@ mod tests {
         })
         .join()
         .unwrap();
+    }
+
+    #[test]
+    fn barrier_succeeds_where_offered_and_fails_as_planned() {
+        let faults = Arc::new(Faults::new());
+        let kernel = Kernel::with_faults(faults.clone());
+        assert_eq!(kernel.barrier().is_ok(), kernel.offers_barrier());
+        faults.fail(SystemCall::Barrier, 1, libc::EPERM);
+        assert_eq!(kernel.barrier(), Err(SystemError { call: "membarrier", errno: libc::EPERM }));
+    }
+
+    /// Runs `work` in a child, and returns its result.
+    fn answer_of_child(work: impl FnOnce() -> bool) -> bool {
+        // SAFETY: 1. the child exits without returning, and takes no lock.
+        match unsafe { libc::fork() } {
+            0 => {
+                let answer = i32::from(!work());
+                // SAFETY: 1. ends the process.
+                unsafe { libc::_exit(answer) }
+            }
+            child => {
+                let mut status = 0;
+                // SAFETY: 1. the status is written to a local.
+                assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+                status == 0
+            }
+        }
+    }
+
+    #[test]
+    fn children_and_grandchildren_know_that_they_are() {
+        watch_forks();
+        assert!(!is_forked_child());
+        assert!(answer_of_child(|| is_forked_child() && answer_of_child(is_forked_child)));
+        assert!(!is_forked_child(), "a fork changes nothing here");
     }
 }

@@ -24,7 +24,7 @@
 //! | `thread` | thread numbers, and the thread's current magazine |
 //! | `page_map`, `span` | lock-free lookup from an address to its slot and the slot's state |
 //! | `config`, `context` | settings, and what a pool is opened with |
-//! | `stats`, `tally` | statistics |
+//! | `stats` | statistics |
 //! | `state` | the pool's state under its lock |
 //! | `classes`, `slabs` | size classes up to 1 MiB, and slabs for those up to 64 KiB |
 //! | `grow` | the slow path when no free block fits, and releasing regions |
@@ -150,7 +150,6 @@ mod slabs;
 mod span;
 mod state;
 mod stats;
-mod tally;
 mod thread;
 
 pub use allocator::PinnedAllocator;

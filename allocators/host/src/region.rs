@@ -39,17 +39,15 @@ mod host;
 mod make;
 mod mapping;
 mod report;
-mod retired;
 mod stall_detector;
-mod stranded;
 pub mod window;
 
+pub use backing::{end_retired, retired_bytes};
 pub use host::{Host, Reach};
+pub use mapping::{retry_stranded, stranded_bytes};
 pub use report::{
     Cause, PageTier, PinnedBy, PlacedBy, Placement, RegionError, RegionReport, Shortfall, Step,
 };
-pub use retired::{end_retired, retired_bytes};
-pub use stranded::{retry_stranded, stranded_bytes};
 
 use crate::{
     kernel::{Span, pointer},

@@ -56,29 +56,25 @@
 //!   when its budget reclaims memory for another pool.
 
 mod error;
-mod file;
 mod inline_copy;
 mod installed;
 mod lane;
 mod parts;
 mod permit;
-mod permits;
 mod plan;
 mod pump;
 mod scope;
 mod source;
 mod stores;
 mod submit;
-mod synchronize;
 mod ticket;
 mod transfer;
 
 pub use error::{Failed, StageError};
-pub use file::{FileSource, ReadMode};
 pub use installed::{install, installed};
 pub use permit::{Permit, PermitFuture};
 pub use scope::{StageScope, Staged};
-pub use source::{Sink, Source};
+pub use source::{FileSource, ReadMode, Sink, Source};
 pub use stores::Stores;
 pub use ticket::{Begun, HostBuffer, Ticket};
 pub use transfer::Progress;
@@ -89,13 +85,13 @@ use crate::{
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use lane::Lanes;
-use permits::Permits;
 use plan::{ChunkSizing, Direction};
 use std::{
     collections::VecDeque,
     fmt,
     num::NonZeroUsize,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    task::Waker,
 };
 
 /// Configuration of a [`Stager`].
@@ -279,6 +275,32 @@ impl OrderingStream {
             Self::Owner(timeline) => timeline,
             Self::Leased(stream) => stream.timeline(),
         }
+    }
+}
+
+/// The permits of one stager.
+struct Permits {
+    state: Mutex<PermitState>,
+    /// Signalled when a permit is returned.
+    changed: Condvar,
+}
+
+/// The permits that are free, and the tasks that wait for one.
+struct PermitState {
+    free: usize,
+    wakers: Vec<Waker>,
+}
+
+impl Permits {
+    fn new(depth: usize) -> Self {
+        Self {
+            state: Mutex::new(PermitState { free: depth, wakers: Vec::new() }),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, PermitState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -34,13 +34,13 @@ mod job;
 mod worker_group;
 
 pub use error::WorkerError;
-pub use job::{Deadline, Job, JobError};
+pub use job::{Job, JobError};
 
 use crate::{
     kernel::{Kernel, is_forked_child},
     topology::{NodeId, Topology},
 };
-use std::{collections::BTreeMap, error::Error, fmt, num::NonZeroUsize, sync::Arc};
+use std::{collections::BTreeMap, error::Error, fmt, num::NonZeroUsize, sync::Arc, time::Instant};
 use worker_group::{NodeBinding, WorkerGroup};
 
 /// Worker threads for each NUMA node.
@@ -95,8 +95,8 @@ impl Workers {
     /// called once for each number below `pieces`, in that order, by several threads. Blocks only
     /// while a worker starts.
     ///
-    /// No piece starts after `deadline`, which is a moment, or a duration from the start of the
-    /// first piece. Dropping the [`Job`] cancels the pieces that have not started.
+    /// No piece starts after `deadline`. Dropping the [`Job`] cancels the pieces that have not
+    /// started.
     ///
     /// # Errors
     /// [`WorkerError`]. An unknown node is an error. The job does not run elsewhere.
@@ -104,7 +104,7 @@ impl Workers {
         &self,
         node: Option<NodeId>,
         pieces: usize,
-        deadline: impl Into<Deadline>,
+        deadline: Option<Instant>,
         work: impl Fn(usize) -> R + Send + Sync + 'static,
     ) -> Result<Job<R>, WorkerError> {
         // This check comes first: a lock may be held by a thread that does not exist in this
@@ -121,7 +121,7 @@ impl Workers {
             },
         };
         group.ensure_threads(pieces)?;
-        let job = Job::new(pieces, deadline.into(), work);
+        let job = Job::new(pieces, deadline, work);
         group.enqueue(job.work());
         Ok(job)
     }
@@ -133,7 +133,7 @@ impl Workers {
     pub fn run<R: Send + 'static>(
         &self,
         node: Option<NodeId>,
-        deadline: impl Into<Deadline>,
+        deadline: Option<Instant>,
         work: impl Fn() -> R + Send + Sync + 'static,
     ) -> Result<R, RunError> {
         let job = self.submit(node, 1, deadline, move |_| work()).map_err(RunError::NotTaken)?;

@@ -111,12 +111,10 @@ impl_allocator! {
             if self.resize_in_place(block, old, new) {
                 return Ok(NonNull::slice_from_raw_parts(block, new.size()));
             }
-            let moved = self.allocate(new)?;
-            // SAFETY: 1. `block` has `old.size()` bytes by the caller's contract, and `moved` at
-            // least as many. 2. both are live blocks, so they do not overlap.
-            unsafe {
-                std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), old.size());
-            };
+            let (moved, kept) = (self.allocate(new)?, old.size().min(new.size()));
+            // SAFETY: 1. `block` has `old.size()` bytes by the caller's contract, and `moved` has
+            // `new.size()`. 2. both are live blocks, so they do not overlap.
+            unsafe { std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), kept) };
             // SAFETY: 1. the caller owns `block`, with that layout, and it is not used after this.
             unsafe { self.deallocate(block, old) };
             Ok(moved)
@@ -141,17 +139,9 @@ impl_allocator! {
             old: Layout,
             new: Layout,
         ) -> std::result::Result<NonNull<[u8]>, AllocError> {
-            if self.resize_in_place(block, old, new) {
-                return Ok(NonNull::slice_from_raw_parts(block, new.size()));
-            }
-            let moved = self.allocate(new)?;
-            // SAFETY: 1. both have `new.size()` bytes. 2. both are blocks, so they do not overlap.
-            unsafe {
-                std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), new.size());
-            };
-            // SAFETY: 1. the caller owns `block`, with that layout, and it is not used after this.
-            unsafe { self.deallocate(block, old) };
-            Ok(moved)
+            // SAFETY: 1. the caller's conditions, passed on. The `grow` of this allocator keeps as
+            // many bytes as both layouts have.
+            unsafe { self.grow(block, old, new) }
         }
     }
 }

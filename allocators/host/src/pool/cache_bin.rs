@@ -113,6 +113,7 @@ impl CacheBin {
         // SAFETY: 1. one of the entries, or the first. Only a thread inside replaces entries, and
         // that is the caller.
         let block = unsafe { &*top }.take()?;
+        debug_assert!(self.len() > 0, "a block below the first entry");
         self.top.store(top.wrapping_sub(1), Relaxed);
         Some(block)
     }
@@ -163,6 +164,7 @@ impl CacheBin {
         self.first.store(next, Relaxed);
         self.top.store(next.wrapping_add(len as usize), Relaxed);
         self.end.store(next.wrapping_add(capacity as usize), Relaxed);
+        debug_assert_eq!((self.len(), self.capacity()), (len, capacity), "blocks were lost");
         if count > 0 {
             // SAFETY: 1. allocated here with one entry more than the capacity. 2. there are no
             // references into it: only a thread inside has them, and that is the caller.

@@ -19,7 +19,7 @@
 use super::{
     cache_bin::CacheBin,
     classes::{self, SHARED},
-    tally::Tally,
+    stats::Tally,
 };
 use aquifer_stream::Spin;
 use crossbeam_utils::CachePadded;
@@ -87,6 +87,7 @@ impl Depot {
                 bin.truncate(old.saturating_sub(1), &mut release);
                 return false;
             }
+            debug_assert!(bytes >= capacity.bytes, "the capacity shrinks");
             (capacity.bytes, capacity.blocks) = (bytes, capacity.blocks + u64::from(more));
             bin.set_capacity(old + more);
             true

@@ -5,7 +5,7 @@ use super::{
     context::PoolContext,
     pool_core::{AllocatedBlock, PoolCore},
     state::PoolState,
-    tally::Tally,
+    stats::Tally,
     thread::InsidePool,
 };
 use crate::{

@@ -22,7 +22,7 @@ use super::{
     depot::Depot,
     owner_biased_lock::OwnerBiasedLock,
     span::SlabSpan,
-    tally::Tally,
+    stats::Tally,
 };
 use std::{
     ptr::NonNull,
@@ -324,7 +324,8 @@ impl Magazine {
     /// Inserts a block of the pool. The caller must be inside, and must have checked that there is
     /// room.
     pub(super) fn insert(&self, span: &'static SlabSpan, slot: usize) {
-        self.bins[usize::from(span.bin())].push(span.address(slot), span.state(slot));
+        let put = self.bins[usize::from(span.bin())].push(span.address(slot), span.state(slot));
+        debug_assert!(put, "the caller has checked that there is room");
     }
 
     /// Removes blocks of a full bin until it is half full. The caller must be inside.
@@ -387,6 +388,7 @@ impl Magazine {
 
     /// Resets the counts. The caller must be inside, and must have emptied the magazine.
     pub(super) fn reset_counts(&self) {
+        debug_assert_eq!(self.tally().blocks, 0, "its blocks would be lost");
         for count in [&self.allocations, &self.frees, &self.requested, &self.freed] {
             count.store(0, Relaxed);
         }

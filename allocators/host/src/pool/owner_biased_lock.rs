@@ -108,6 +108,7 @@ impl OwnerBiasedLock {
     /// Step 1 of another thread's entry: keeps the owner from entering. One thread at a time may do
     /// this.
     pub(super) fn begin_revocation(&self, _: &mut LockProof) {
+        debug_assert!(!self.is_revoked(), "two threads drain at once");
         self.revoked.store(true, Relaxed);
         self.generation.store(0, Relaxed);
     }
@@ -143,6 +144,7 @@ impl OwnerBiasedLock {
     /// Assigns an unassigned magazine to the pool of `generation`. For the owner, and only
     /// while [`OwnerBiasedLock::is_revoked`] is `false`.
     pub(super) fn assign(&self, _: &mut LockProof, generation: u64) {
+        debug_assert!(!self.is_revoked(), "the owner must not touch the magazine now");
         self.generation.store(generation, Relaxed);
         self.contents_generation.store(generation, Relaxed);
     }

@@ -117,6 +117,7 @@ fn pages(start: u64, bytes: u64, slab: bool) -> impl Iterator<Item = u64> {
 /// Enters the span at its pages. [`create_tables`] must have succeeded for these addresses.
 pub(super) fn set(start: u64, bytes: u64, slab: bool, span: &'static SlabSpan) {
     for entry in pages(start, bytes, slab).filter_map(entry) {
+        debug_assert!(entry.load(Ordering::Relaxed).is_null(), "a page of {start:#x} has a span");
         entry.store(ptr::from_ref(span).cast_mut(), Ordering::Release);
     }
 }

@@ -11,7 +11,7 @@ use super::{
     slabs::SHARDS,
     span::{NO_CLASS, SlabSpan, SlotState},
     state::{FreeOutcome, FreedBlock, PoolState},
-    tally::Tally,
+    stats::Tally,
     thread::{self, InsidePool, THREADS},
 };
 use crate::kernel::{is_forked_child, pointer};

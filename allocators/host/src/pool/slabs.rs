@@ -93,6 +93,7 @@ impl Spans {
         let span = *class.partial.last()?;
         let slot = span.take_slot()?;
         class.used += 1;
+        debug_assert_eq!(span.shard(), shard, "a slab in the list of another shard");
         if span.is_full() {
             class.partial.pop();
         }
@@ -146,6 +147,7 @@ impl Spans {
         let was_full = span.is_full();
         span.free_slot(slot);
         let class = &mut self.classes[Self::class_index(span)];
+        debug_assert!(class.used > 0, "no slot of the class is used");
         class.used -= 1;
         if was_full {
             span.set_list_index(class.partial.len());
@@ -163,8 +165,10 @@ impl Spans {
 
     /// Returns a slab without used slots to the heap.
     fn release_slab(&mut self, heap: &mut Heap, span: &'static SlabSpan) {
+        debug_assert_eq!(span.used(), 0, "a slab with used slots is released");
         let partial = &mut self.classes[Self::class_index(span)].partial;
-        partial.swap_remove(span.list_index());
+        let removed = partial.swap_remove(span.list_index());
+        debug_assert!(std::ptr::eq(removed, span), "a slab is not where its index says");
         if let Some(moved) = partial.get(span.list_index()) {
             moved.set_list_index(span.list_index());
         }
@@ -213,6 +217,7 @@ impl Spans {
     }
 
     fn retire_span(&mut self, heap: &mut Heap, span: &'static SlabSpan, slab: bool) {
+        debug_assert!(span.generation() != 0, "a vacant span is retired");
         page_map::clear(span.start(), span.bytes(), slab);
         // It has been a live block of the heap, so the free cannot fail.
         if let Some(key) = self.all.get_mut(span.number()).and_then(|(_, key)| key.take()) {

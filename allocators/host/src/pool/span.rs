@@ -267,8 +267,10 @@ impl SlabSpan {
 
     /// Frees a slot. The caller must hold the pool's lock.
     pub(super) fn free_slot(&self, slot: usize) {
+        debug_assert!(slot < self.slots() && self.used() > 0, "slot {slot} was not taken");
         self.set(slot, SlotState::Free);
         let word = &self.free[slot / 64 % self.free.len()];
+        debug_assert_eq!(word.load(Relaxed) >> (slot % 64) & 1, 0, "slot {slot} is free already");
         word.store(word.load(Relaxed) | 1 << (slot % 64), Relaxed);
         self.used.store(self.used() - 1, Relaxed);
     }

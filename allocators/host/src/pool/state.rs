@@ -9,8 +9,7 @@ use super::{
     page_map, poison,
     slabs::Spans,
     span::{SlabSpan, SlotState},
-    stats::PinnedStats,
-    tally::Tally,
+    stats::{PinnedStats, Tally},
 };
 use crate::{
     kernel::Span as AddressRange,
@@ -174,7 +173,11 @@ impl PoolState {
 
     #[inline]
     fn finish_allocation(&mut self, span: &'static SlabSpan, slot: usize, requested: u64) -> u64 {
+        debug_assert_eq!(span.get(slot), SlotState::Live, "a slot that was not taken");
+        debug_assert_eq!(span.generation(), self.generation, "a span of another pool");
+        debug_assert!(requested <= span.slot_bytes(), "{requested} bytes in a shorter slot");
         self.out_of_heap += span.slot_bytes();
+        debug_assert!(self.out_of_heap <= self.counts.physical, "more is live than there is");
         let counts = &mut self.counts;
         counts.requested = counts.requested.wrapping_add(requested);
         counts.allocations += 1;
@@ -237,6 +240,8 @@ impl PoolState {
     /// Returns a free block from a magazine or the depot to the heap.
     pub(super) fn return_to_heap(&mut self, address: u64) {
         let Some((span, slot)) = page_map::block_starting_at(address) else { return };
+        debug_assert_eq!(span.generation(), self.generation, "a block of another pool");
+        debug_assert!(self.out_of_heap >= span.slot_bytes(), "more comes back than was out");
         self.out_of_heap -= span.slot_bytes();
         // A gate may have been noted while the owner freed the block. It still holds the block
         // back.
@@ -285,6 +290,7 @@ impl PoolState {
             return FreeOutcome::Refused;
         };
         let bytes = span.slot_bytes();
+        debug_assert!(self.out_of_heap >= bytes, "more is freed than was out");
         self.out_of_heap -= bytes;
         let counts = &mut self.counts;
         counts.requested = counts.requested.wrapping_sub(requested);
@@ -413,6 +419,8 @@ impl PoolState {
             if gates.is_empty() {
                 self.gated.remove(&block.address);
                 if let Some((span, slot)) = page_map::block_starting_at(block.address) {
+                    debug_assert_eq!(span.get(slot), SlotState::Pending, "not a pending block");
+                    debug_assert!(self.counts.pending >= span.slot_bytes(), "nothing is pending");
                     self.counts.pending -= span.slot_bytes();
                     self.free_slot(span, slot);
                 }
@@ -451,6 +459,10 @@ impl PoolState {
         counts.physical += span.len as u64;
         counts.peak_physical = counts.peak_physical.max(counts.physical);
         counts.growths += 1;
+        debug_assert!(
+            parts.iter().all(|part| part.start >= span.start && part.end() <= span.end()),
+            "a registration lies outside of its region"
+        );
         poison::on_region_added(span);
         self.regions.insert(span.start as u64, region);
         None
@@ -492,6 +504,7 @@ impl PoolState {
         poison::on_region_removed(region.span());
         let len = region.span().len as u64;
         let _stamp = self.heap.remove(Range::new(start, len));
+        debug_assert!(self.counts.physical - len >= self.out_of_heap, "a live region is removed");
         self.counts.physical -= len;
         Some(region)
     }
@@ -538,6 +551,10 @@ impl PoolState {
 
     /// Returns the bytes that are free in the heap, without those in magazines and in the depot.
     pub(super) fn free_bytes(&self) -> u64 {
+        debug_assert!(
+            self.counts.physical >= self.out_of_heap + self.counts.pending,
+            "more is out of the heap than there is"
+        );
         self.counts.physical - self.out_of_heap - self.counts.pending
     }
 

@@ -1,4 +1,4 @@
-//! The resources behind a region, and their release.
+//! The resources behind a region, and their release, now or at a quiet point.
 //!
 //! A release can fail, because the driver keeps a registration or the kernel keeps a mapping.
 //! Memory that the driver may still access must not be unmapped, and its charge must not be
@@ -6,8 +6,12 @@
 //! retried.
 #![expect(unsafe_code, reason = "ends registrations and driver allocations")]
 
-use super::{Cause, Reach, RegionError, Step, mapping::Mapping, stranded::strand, window};
-use crate::kernel::{Span, pointer};
+use super::{
+    Cause, Reach, RegionError, Step,
+    mapping::{Mapping, retry_stranded, strand, stranded_bytes},
+    window,
+};
+use crate::kernel::{Span, is_forked_child, pointer};
 use aquifer_core::{Charge, DriverError};
 use aquifer_driver::{Driver, Relaxed};
 use std::{
@@ -134,6 +138,10 @@ impl Backing {
         let (Some(reach), Some(address)) = (&self.reach, pointer(part.start)) else {
             return Ok(());
         };
+        debug_assert!(
+            self.registrations.last().is_none_or(|last| last.end() <= part.start),
+            "the parts are registered in order"
+        );
         let _relaxed = Relaxed::enter(&*reach.driver);
         // SAFETY: 1. the part is populated and stays mapped until `unregister` has ended the
         // registration.
@@ -232,19 +240,67 @@ impl Drop for Backing {
     }
 }
 
-/// Backings that are no longer used and not yet released.
+/// Backings that are no longer used and not yet released. Ending a registration makes the driver
+/// wait for the whole device, so it is deferred while a program is busy. Retired memory stays
+/// mapped, registered and charged until a quiet point.
 static RETIRED: Mutex<Vec<Backing>> = Mutex::new(Vec::new());
 /// The bytes that it holds.
-pub(super) static RETIRED_BYTES: AtomicU64 = AtomicU64::new(0);
+static RETIRED_BYTES: AtomicU64 = AtomicU64::new(0);
 
-pub(super) fn retired() -> MutexGuard<'static, Vec<Backing>> {
+fn retired() -> MutexGuard<'static, Vec<Backing>> {
     RETIRED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Keeps the backing until a quiet point.
 pub(super) fn retire(backing: Backing) {
+    debug_assert!(backing.memory.is_some(), "nothing is left to release");
     RETIRED_BYTES.fetch_add(backing.bytes(), Ordering::Relaxed);
     retired().push(backing);
+}
+
+/// Returns the bytes that wait for [`end_retired`]. They stay charged.
+#[must_use]
+pub fn retired_bytes() -> u64 {
+    RETIRED_BYTES.load(Ordering::Relaxed)
+}
+
+/// Releases retired and stranded memory, and returns the number of released bytes.
+///
+/// This includes everything that was [retired](super::Region::retire), and
+/// [stranded memory](super::retry_stranded). Memory that the driver refuses to release is stranded
+/// and not counted.
+///
+/// Call this at quiet points: it blocks until devices are idle, if there is anything to do. It also
+/// runs before a budget refuses a new region.
+///
+/// ```
+/// use aquifer_core::Budget;
+/// use aquifer_host::{kernel::Kernel, region::{self, Host, Region, RegionRequest}, topology::Topology};
+/// let host = Host::new(Topology::read()?, Kernel::new());
+/// let budget = Budget::new("pinned", 1 << 20);
+/// Region::new(&host, &budget, &RegionRequest::bytes(1 << 20))?.retire();
+/// assert_eq!(budget.remaining(), 0);
+/// region::end_retired();
+/// assert_eq!(budget.used(), 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn end_retired() -> u64 {
+    if is_forked_child() {
+        return 0;
+    }
+    let stranded = stranded_bytes();
+    let retried = stranded.saturating_sub(retry_stranded());
+    if retired_bytes() == 0 {
+        return retried;
+    }
+    let waiting = mem::take(&mut *retired());
+    RETIRED_BYTES.fetch_sub(waiting.iter().map(Backing::bytes).sum(), Ordering::Relaxed);
+    // Each is released, or stranded, without the lock.
+    let end = |backing: Backing| {
+        let bytes = backing.bytes();
+        if backing.close().is_ok() { bytes } else { 0 }
+    };
+    retried + waiting.into_iter().map(end).sum::<u64>()
 }
 
 #[cfg(test)]

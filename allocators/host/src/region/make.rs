@@ -12,13 +12,11 @@ mod verify;
 
 use super::{
     Host, Pinning, Reach, Region, RegionRequest,
-    backing::{Backing, DriverBlock},
-    mapping::Mapping,
+    backing::{Backing, DriverBlock, end_retired},
+    mapping::{Mapping, retry_stranded},
     report::{
         Cause, LARGEST, PageTier, PinnedBy, PlacedBy, RegionError, RegionReport, Shortfall, Step,
     },
-    retired::end_retired,
-    stranded::retry_stranded,
     window::GRANULE,
 };
 use crate::{

@@ -59,11 +59,16 @@ impl FreeRanges {
         if len - skipped > bytes {
             self.0.insert(start + bytes, len - skipped - bytes);
         }
+        debug_assert!(start.is_multiple_of(align), "{start:#x} is not aligned to {align}");
         Some(start)
     }
 
     /// Inserts `len` free bytes at `start`, coalesced with free neighbours.
     fn insert(&mut self, mut start: usize, mut len: usize) {
+        debug_assert!(
+            self.0.range(..start + len).next_back().is_none_or(|(&at, &of)| at + of <= start),
+            "{len} bytes at {start:#x} are free already"
+        );
         if let Some((&before, &bytes)) = self.0.range(..start).next_back()
             && before + bytes == start
         {

@@ -14,13 +14,12 @@
 
 use super::{
     OrderingStream, StageError, StagerCore, check_process,
-    lane::{Lane, Lanes, Slot},
+    lane::{Lane, Lanes, Slot, synchronize, synchronize_or_abort},
     parts::Parts,
     permit::Permit,
     plan::{Direction, Endpoint, HostEnd, Move, Part, TransferPlan},
     pump::queue_moves,
     stores::{self, Stores},
-    synchronize::{synchronize, synchronize_or_abort},
     transfer::Transfer,
 };
 use aquifer_core::{MemoryError, Result as MemoryResult};

@@ -1,4 +1,4 @@
-//! Lanes: small sets of slots, each used by one worker at a time.
+//! Lanes: small sets of slots, each used by one worker at a time, and the wait for their copies.
 #![expect(
     unsafe_code,
     reason = "declares the elements of slots plain data, and returns pointers to their bytes"
@@ -8,10 +8,9 @@ use super::{
     StageError,
     plan::Move,
     submit::{Receipt, Submission},
-    synchronize::synchronize,
 };
 use crate::{PinnedBuf, PinnedPool, pool::IdleHolder};
-use aquifer_core::Result;
+use aquifer_core::{MemoryError, Result};
 use aquifer_driver::HostAccess;
 use aquifer_stream::{HostOwned, Point, Timeline};
 use bytemuck::{Pod, Zeroable};
@@ -20,6 +19,8 @@ use std::{
     ops::Range,
     ptr::NonNull,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
 };
 
 /// The unit of slots. It aligns each slot to a page, as direct reads of files require.
@@ -314,8 +315,10 @@ impl Lanes {
 
     /// Puts a lane back into the idle list. None of its slots may be busy.
     pub(super) fn release(&self, lane: Lane) {
+        debug_assert!(!lane.slots.iter().any(Slot::is_busy), "a copy may touch a slot");
         let mut state = self.lock();
         state.idle.push(lane);
+        debug_assert!(state.idle.len() <= state.count, "a lane that was not counted");
         self.notify_waiters(&state);
     }
 
@@ -334,6 +337,7 @@ impl Lanes {
     /// Decrements the number of lanes, and returns what is left.
     fn remove_one(&self) -> usize {
         let mut state = self.lock();
+        debug_assert!(state.count > 0, "no lane is counted");
         state.count -= 1;
         self.notify_waiters(&state);
         state.count
@@ -375,5 +379,43 @@ impl IdleHolder for Lanes {
 
     fn release_idle(&self) -> u64 {
         if self.lock().reclaim_holds > 0 { 0 } else { self.trim() }
+    }
+}
+
+/// Interval of the checks whether a capture has ended.
+const CAPTURE_PAUSE: Duration = Duration::from_micros(100);
+
+/// Waits until no work that was queued on a stream runs any more, with every method of the driver.
+/// For callers that can keep the memory of that work. Blocks, also while a capture is open on the
+/// stream, since no wait is possible before it ends.
+///
+/// # Errors
+/// As [`Timeline::settle`]. [`MemoryError::Capturing`] if a capture was seen and has ended: the
+/// queued work may have become part of it, and may never have run.
+pub(super) fn synchronize(timeline: &Timeline) -> Result<()> {
+    retry_after_captures(timeline, Timeline::settle)
+}
+
+/// Waits as [`synchronize`] does, for callers that cannot keep the memory: does not return while
+/// work may run. See [`Timeline::settle_or_abort`].
+///
+/// # Errors
+/// As [`synchronize`]. No work runs any more.
+pub(super) fn synchronize_or_abort(timeline: &Timeline) -> Result<()> {
+    retry_after_captures(timeline, Timeline::settle_or_abort)
+}
+
+fn retry_after_captures(
+    timeline: &Timeline,
+    synchronize: fn(&Timeline) -> Result<()>,
+) -> Result<()> {
+    let mut seen = Ok(());
+    loop {
+        match synchronize(timeline) {
+            Ok(()) => return seen,
+            Err(capturing @ MemoryError::Capturing { .. }) => seen = Err(capturing),
+            refused => return refused,
+        }
+        thread::sleep(CAPTURE_PAUSE);
     }
 }

@@ -43,6 +43,7 @@ impl Drop for Permit {
         let wakers = {
             let mut state = permits.lock();
             state.free += 1;
+            debug_assert!(state.free <= self.shared.config.depth, "more permits than there are");
             std::mem::take(&mut state.wakers)
         };
         permits.changed.notify_one();

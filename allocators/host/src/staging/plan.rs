@@ -167,6 +167,7 @@ impl TransferPlan {
     /// Returns a cursor at the start of a chunk.
     pub(super) fn chunk(&self, which: usize) -> Cursor {
         let (at, end) = (self.cuts[which], self.cuts[which + 1]);
+        debug_assert!(at < end, "chunk {which} is empty");
         let part = self.starts.partition_point(|&start| start <= at) - 1;
         Cursor { part, at, end }
     }
@@ -210,6 +211,8 @@ impl TransferPlan {
                 cursor.part += 1;
             }
         }
+        debug_assert!(filled <= room, "{filled} bytes in a slot of {room}");
+        debug_assert!(cursor.at <= cursor.end, "the cursor has left its chunk");
         loaded
     }
 }

@@ -1,6 +1,21 @@
-//! Sources and sinks of transfers that are not memory.
+//! Sources and sinks of transfers that are not memory, such as files.
+#![expect(unsafe_code, reason = "asks the kernel how direct reads are to be aligned")]
 
-use std::{fs::File, io, os::unix::fs::FileExt};
+use nix::{
+    errno::Errno,
+    fcntl::{PosixFadviseAdvice, posix_fadvise},
+    libc,
+};
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileExt, OpenOptionsExt},
+    },
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 /// A source of bytes with random access from several threads, such as a file, an object store or a
 /// decoder.
@@ -86,4 +101,177 @@ impl Sink for File {
     fn write_at(&self, offset: u64, from: &[u8]) -> io::Result<usize> {
         FileExt::write_at(self, from, offset)
     }
+}
+
+/// How a file is read.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
+pub enum ReadMode {
+    /// Through the page cache.
+    #[default]
+    Cached,
+    /// Direct I/O (`O_DIRECT`), from the disk into pinned memory.
+    Direct,
+}
+
+/// The alignment of direct reads if the file system does not report one.
+const USUAL_ALIGNMENT: usize = 4096;
+
+/// A file that a stager reads, through the page cache or with direct I/O.
+///
+/// Direct reads begin and end at multiples of the alignment that the file system requires (`statx`,
+/// or 4096). The bytes before and after are read through the page cache. If the file system refuses
+/// direct reads, the page cache is used, and [`FileSource::mode`] reports that.
+///
+/// ```
+/// use aquifer::{FileSource, staging::{ReadMode, Source}};
+/// # let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml");
+/// let file = FileSource::open(path, ReadMode::Direct)?;
+/// let mut bytes = vec![0; 9];
+/// assert_eq!(file.read_at(0, &mut bytes)?, 9);
+/// assert_eq!(bytes, b"[package]");
+/// # Ok::<(), std::io::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct FileSource {
+    cached: File,
+    direct: Option<DirectFile>,
+}
+
+#[derive(Debug)]
+struct DirectFile {
+    file: File,
+    /// Required alignment of addresses, offsets and lengths.
+    align: usize,
+    /// A read has been refused, although the file could be opened.
+    refused: AtomicBool,
+}
+
+impl FileSource {
+    /// Opens a file for reading.
+    ///
+    /// # Errors
+    /// Those of `open`. Refused direct reads are not an error.
+    pub fn open(path: impl AsRef<Path>, mode: ReadMode) -> io::Result<Self> {
+        let path = path.as_ref();
+        let cached = File::open(path)?;
+        let direct = match mode {
+            ReadMode::Cached => {
+                // Workers read chunks in parallel, from front to back. Without this advice, the
+                // kernel treats that as random access and reads ahead little, which is several
+                // times slower for a cold file.
+                let _advised =
+                    posix_fadvise(&cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_SEQUENTIAL);
+                None
+            }
+            ReadMode::Direct => {
+                // Only the unaligned ends of reads go through the cache.
+                let _advised = posix_fadvise(&cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM);
+                direct(path, &cached)
+            }
+        };
+        Ok(Self { cached, direct })
+    }
+
+    /// Creates a source from an open file, which is read through the page cache.
+    #[must_use]
+    pub fn new(file: File) -> Self {
+        Self { cached: file, direct: None }
+    }
+
+    /// Returns how the file is read: [`ReadMode::Direct`] only as long as no direct read has been
+    /// refused.
+    #[must_use]
+    pub fn mode(&self) -> ReadMode {
+        if self.usable().is_some() { ReadMode::Direct } else { ReadMode::Cached }
+    }
+
+    /// Returns the length of the file in bytes.
+    ///
+    /// # Errors
+    /// Those of `fstat`.
+    pub fn len(&self) -> io::Result<u64> {
+        self.cached.metadata().map(|file| file.len())
+    }
+
+    /// Returns whether the file is empty.
+    ///
+    /// # Errors
+    /// Those of `fstat`.
+    pub fn is_empty(&self) -> io::Result<bool> {
+        self.len().map(|len| len == 0)
+    }
+
+    /// Drops the file's pages from the page cache (`posix_fadvise`, `POSIX_FADV_DONTNEED`), so that
+    /// the next read comes from the disk. Pages that are dirty or mapped stay.
+    ///
+    /// # Errors
+    /// Those of `fsync` and of `posix_fadvise`.
+    pub fn drop_cache(&self) -> io::Result<()> {
+        self.cached.sync_data()?;
+        posix_fadvise(&self.cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
+            .map_err(io::Error::from)
+    }
+
+    fn usable(&self) -> Option<&DirectFile> {
+        self.direct.as_ref().filter(|direct| !direct.refused.load(Ordering::Relaxed))
+    }
+}
+
+impl Source for FileSource {
+    fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<usize> {
+        let Some(direct) = self.usable() else { return self.cached.read_at(into, offset) };
+        // Read only up to where a direct read may begin. The next call continues there.
+        let before = (direct.align - (offset % direct.align as u64) as usize) % direct.align;
+        let whole = into.len() / direct.align * direct.align;
+        if before > 0 {
+            let end = before.min(into.len());
+            return self.cached.read_at(&mut into[..end], offset);
+        }
+        if whole == 0 || !into.as_ptr().addr().is_multiple_of(direct.align) {
+            return self.cached.read_at(into, offset);
+        }
+        match direct.file.read_at(&mut into[..whole], offset) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                direct.refused.store(true, Ordering::Relaxed);
+                self.cached.read_at(into, offset)
+            }
+            read => read,
+        }
+    }
+
+    fn alignment(&self) -> usize {
+        self.usable().map_or(1, |direct| direct.align)
+    }
+}
+
+/// Opens the file again for direct I/O. Returns `None` if that is refused.
+fn direct(path: &Path, cached: &File) -> Option<DirectFile> {
+    let align = direct_alignment(cached)?;
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
+    Some(DirectFile { file, align, refused: AtomicBool::new(false) })
+}
+
+/// Returns the required alignment of direct reads of a file, in bytes, or `None` if the file system
+/// does not support them.
+fn direct_alignment(file: &File) -> Option<usize> {
+    // SAFETY: 1. `statx` consists of integers, so all zeros are valid.
+    let mut found: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: 1. the descriptor is open, the path is an empty C string, and `found` is a writable
+    // `statx`.
+    let answer = unsafe {
+        libc::statx(
+            file.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            libc::STATX_DIOALIGN,
+            &mut found,
+        )
+    };
+    if Errno::result(answer).is_err() || found.stx_mask & libc::STATX_DIOALIGN == 0 {
+        // Linux before 6.1, or a file system that does not report it. Direct reads are attempted.
+        return Some(USUAL_ALIGNMENT);
+    }
+    let align = found.stx_dio_mem_align.max(found.stx_dio_offset_align) as usize;
+    // Slots are only aligned to pages.
+    (align.is_power_of_two() && align <= USUAL_ALIGNMENT).then_some(align)
 }

@@ -12,11 +12,10 @@
 
 use super::{
     StageError, StagerCore, check_process,
-    lane::Lane,
+    lane::{Lane, synchronize_or_abort},
     permit::Permit,
     plan::{Direction, TransferPlan},
     submit::Submissions,
-    synchronize::synchronize_or_abort,
 };
 use crate::workers::Job;
 use aquifer_core::panics::contain;
@@ -239,7 +238,8 @@ impl Transfer {
 
     /// Adds `bytes` to the bytes that have arrived.
     pub(super) fn add_done(&self, bytes: u64) {
-        self.done.fetch_add(bytes, Ordering::Relaxed);
+        let before = self.done.fetch_add(bytes, Ordering::Relaxed);
+        debug_assert!(before + bytes <= self.plan.total(), "more arrived than was sent");
     }
 
     pub(super) fn progress(&self) -> Progress {
@@ -418,7 +418,10 @@ impl Drop for Participant<'_> {
         if self.moving.get() {
             self.transfer.fail(StageError::WorkerLost);
         }
-        self.transfer.lock().running -= 1;
+        let mut state = self.transfer.lock();
+        debug_assert!(state.running > 0 && !state.over, "it did not take part");
+        state.running -= 1;
+        drop(state);
         self.transfer.finish_if_over();
     }
 }

@@ -9,40 +9,8 @@ use std::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
-    time::{Duration, Instant},
+    time::Instant,
 };
-
-/// The time limit of a job.
-///
-/// ```
-/// use aquifer_host::workers::Deadline;
-/// use std::time::{Duration, Instant};
-/// assert_eq!(Deadline::from(None), Deadline::Never);
-/// assert_eq!(Deadline::from(Duration::from_secs(1)), Deadline::AfterBegin(Duration::from_secs(1)));
-/// let now = Instant::now();
-/// assert_eq!(Deadline::from(Some(now)), Deadline::At(now));
-/// ```
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Deadline {
-    /// No limit.
-    Never,
-    /// At this moment, even if the job has not started by then.
-    At(Instant),
-    /// After this duration from the start of its first piece. Time in the queue does not count.
-    AfterBegin(Duration),
-}
-
-impl From<Option<Instant>> for Deadline {
-    fn from(moment: Option<Instant>) -> Self {
-        moment.map_or(Self::Never, Self::At)
-    }
-}
-
-impl From<Duration> for Deadline {
-    fn from(limit: Duration) -> Self {
-        Self::AfterBegin(limit)
-    }
-}
 
 /// Why a job, or a piece of it, was not completed.
 ///
@@ -106,7 +74,7 @@ pub(super) trait Work: Send + Sync {
 
 struct JobCore<R> {
     pieces: usize,
-    deadline: Deadline,
+    deadline: Option<Instant>,
     done: AtomicUsize,
     inner: Mutex<JobState<R>>,
     changed: Condvar,
@@ -118,8 +86,6 @@ struct JobState<R> {
     /// Dropped after the last piece, so that what it owns is gone before the job is reported as
     /// finished.
     work: Option<PieceFn<R>>,
-    /// When the first piece started.
-    started: Option<Instant>,
     /// The next piece to start.
     next: usize,
     /// Number of running pieces.
@@ -142,13 +108,12 @@ enum PieceResult<R> {
 impl<R: Send + 'static> Job<R> {
     pub(super) fn new(
         pieces: usize,
-        deadline: Deadline,
+        deadline: Option<Instant>,
         work: impl Fn(usize) -> R + Send + Sync + 'static,
     ) -> Self {
         let results = (0..pieces).map(|_| PieceResult::Pending).collect();
         let inner = JobState {
             work: (pieces > 0).then(|| Arc::new(work) as PieceFn<R>),
-            started: None,
             next: 0,
             running: 0,
             results,
@@ -218,8 +183,7 @@ impl<R: Send + 'static> Job<R> {
             {
                 return Err(why);
             }
-            let own = state.deadline_time(&inner);
-            let Some(until) = deadline.into_iter().chain(own).min() else {
+            let Some(until) = deadline.into_iter().chain(state.deadline).min() else {
                 inner = state.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
@@ -294,15 +258,6 @@ impl<R> JobCore<R> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the moment of the deadline, as far as it is known.
-    fn deadline_time(&self, inner: &JobState<R>) -> Option<Instant> {
-        match self.deadline {
-            Deadline::Never => None,
-            Deadline::At(moment) => Some(moment),
-            Deadline::AfterBegin(limit) => inner.started?.checked_add(limit),
-        }
-    }
-
     fn timed_out(&self) -> JobError {
         JobError::TimedOut { done: self.done.load(Ordering::Acquire), pieces: self.pieces }
     }
@@ -329,25 +284,18 @@ impl<R: Send> Work for JobCore<R> {
         if inner.stopped.is_some() || inner.next >= self.pieces {
             return false;
         }
-        if self.deadline_time(&inner).is_some_and(|deadline| Instant::now() >= deadline) {
+        if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             drop(inner);
             self.stop(self.timed_out());
             return false;
         }
         let Some(work) = inner.work.clone() else { return false };
         let piece = inner.next;
+        debug_assert!(piece < self.pieces && !inner.finished, "there is no piece {piece}");
         inner.next += 1;
         inner.running += 1;
         busy.fetch_add(1, Ordering::Relaxed);
-        let first = inner.started.is_none() && matches!(self.deadline, Deadline::AfterBegin(_));
-        if first {
-            inner.started = Some(Instant::now());
-        }
         drop(inner);
-        if first {
-            // Waiting threads can now compute the deadline.
-            self.changed.notify_all();
-        }
         run(RunningPiece { state: self, piece, result: None, busy }, work);
         true
     }
@@ -395,6 +343,7 @@ impl<R> Drop for RunningPiece<'_, R> {
         // Before the piece is reported as completed, so that a caller which then submits another
         // job finds this worker free.
         self.busy.fetch_sub(1, Ordering::Relaxed);
+        debug_assert!(inner.running > 0 && !inner.finished, "the piece did not run");
         inner.running -= 1;
         let mut unwanted = None;
         match self.result.take() {

@@ -115,6 +115,7 @@ impl WorkerGroup {
                     return Ok(());
                 }
                 state.alive += 1;
+                debug_assert!(state.alive <= self.limit, "more threads than the limit");
                 state.started += 1;
                 state.started
             };
@@ -249,6 +250,7 @@ impl Drop for ThreadGuard {
     fn drop(&mut self) {
         let orphaned = {
             let mut state = self.group.lock();
+            debug_assert!(state.alive > 0, "the thread was not counted");
             state.alive -= 1;
             state.unbound -= usize::from(self.unbound);
             !state.closed && state.alive == 0 && !state.queue.is_empty()

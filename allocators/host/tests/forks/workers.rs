@@ -11,7 +11,7 @@ use crate::support;
 use aquifer_host::{
     kernel::{Faults, Kernel, MapPages, SystemCall},
     topology::{Bitmap, NodeId, Topology},
-    workers::{Deadline, JobError, RunError, WorkerError, Workers},
+    workers::{JobError, RunError, WorkerError, Workers},
 };
 use nix::libc;
 use std::{
@@ -370,56 +370,6 @@ fn a_job_gets_an_idle_worker_before_a_new_thread_is_started() {
     assert_eq!(workers.threads(), 2);
     release.send(()).unwrap();
     assert_eq!(first.unwrap().wait(soon()).unwrap(), [true]);
-}
-
-#[test]
-fn a_time_limit_counts_from_the_first_pieces_begin() {
-    let workers = one_worker();
-    // A limit counted from any other moment would pass each time. This one passes only if the
-    // worker waits for a processor.
-    let kept = [100, 1_000, 10_000].into_iter().map(Duration::from_millis).any(|limit| {
-        let (release, released) = mpsc::channel::<()>();
-        let released = std::sync::Mutex::new(released);
-        let first = workers
-            .submit(None, 1, None, move |_| released.lock().unwrap().recv().is_ok())
-            .unwrap();
-        let patient = workers.submit(None, 1, limit, |_| 7).unwrap();
-        // Longer than the limit, queued behind the other job.
-        thread::sleep(limit + limit / 4);
-        release.send(()).unwrap();
-        assert_eq!(first.wait(soon()).unwrap(), [true]);
-        patient.wait(None) == Ok(vec![7])
-    });
-    assert!(kept, "it was over before it began");
-}
-
-#[test]
-fn a_waiter_learns_that_a_job_outlasted_its_limit_even_if_it_began_later() {
-    let workers = one_worker();
-    let (release, released) = mpsc::channel::<()>();
-    let released = Arc::new(std::sync::Mutex::new(released));
-    let held = released.clone();
-    let first =
-        workers.submit(None, 1, None, move |_| held.lock().unwrap().recv().is_ok()).unwrap();
-    let made = Arc::new(());
-    let kept = made.clone();
-    let endless =
-        workers.submit(None, 3, Deadline::AfterBegin(Duration::from_millis(20)), move |_| {
-            let _ = released.lock().unwrap().recv();
-            kept.clone()
-        });
-    let (tell, told) = mpsc::channel();
-    let waiter =
-        thread::spawn(move || tell.send(endless.unwrap().wait(None).map(|made| made.len())));
-    thread::sleep(Duration::from_millis(5));
-    release.send(()).unwrap();
-    assert_eq!(first.wait(soon()).unwrap(), [true]);
-    let answer = told.recv_timeout(PATIENCE);
-    assert_eq!(answer, Ok(Err(JobError::TimedOut { done: 0, pieces: 3 })));
-    waiter.join().unwrap().unwrap();
-    release.send(()).unwrap();
-    assert_eq!(workers.run(None, soon(), || 7), Ok(7));
-    assert_eq!(Arc::strong_count(&made), 1, "the late result has freed itself");
 }
 
 #[test]
