@@ -16,7 +16,6 @@
 //! |---|---|
 //! | [`allocator`] | [`Global`]: the wrapper itself |
 //! | [`account`] | live bytes, peak, counts: [`stats`]; by tag: [`held_under`], [`allocated_under`], [`top`]; the caps: [`set_cap`], [`set_soft_cap`], [`on_soft_cap`] |
-//! | [`context`] | tags and routes for work on other threads: [`capture`] |
 //! | [`sample`] | call stacks of held blocks: `sample_every` (feature `stacks`), [`stacks`] |
 //! | [`report`](mod@report) | reports, also at exit: [`report()`], [`report_at_exit`] |
 //! | [`route`](mod@route) | scopes whose allocations another allocator serves: [`register`], [`route()`], [`unrouted`] |
@@ -82,7 +81,6 @@
 
 pub mod account;
 pub mod allocator;
-pub mod context;
 mod footer;
 mod not_installed;
 pub mod report;
@@ -98,9 +96,10 @@ pub use account::{
     stats, top,
 };
 pub use allocator::{Counted, Global, Tracked, Uncounted};
-pub use context::{Context, capture};
 pub use report::{BadReportTo, Report, ReportTo, report, report_at_exit};
-pub use route::{Over, Route, RouteId, RoutesFull, is_installed, register, route, unrouted};
+pub use route::{
+    Context, Over, Route, RouteId, RoutesFull, capture, is_installed, register, route, unrouted,
+};
 #[cfg(feature = "stacks")]
 pub use sample::sample_every;
 pub use sample::{Stack, stacks};

@@ -33,7 +33,7 @@ mod table;
 pub use crate::scope::Route;
 pub use over::Over;
 pub use probe::is_installed;
-pub use scoped::{route, unrouted};
+pub use scoped::{Context, capture, route, unrouted};
 pub use table::{RouteId, RoutesFull, register};
 
 pub(crate) use scoped::scoped;

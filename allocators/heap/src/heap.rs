@@ -15,7 +15,7 @@ mod observe;
 mod ranges;
 mod resize;
 
-pub use observe::FreeExtents;
+pub use observe::{FreeExtents, HeapStats};
 
 /// An allocator for address ranges whose memory it never accesses.
 ///

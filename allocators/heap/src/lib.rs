@@ -66,14 +66,12 @@ mod range;
 mod records;
 mod runs;
 mod slab;
-mod stats;
 
 pub use broken::InvariantViolation;
 pub use bump::{Bump, Mark, StaleMark};
 pub use classes::{size_class, units_of_class};
 pub use config::{Config, ConfigError};
 pub use error::HeapError;
-pub use heap::{FreeExtents, Heap};
+pub use heap::{FreeExtents, Heap, HeapStats};
 pub use range::{Extent, Freed, HeapBlock, Key, Range};
 pub use runs::Runs;
-pub use stats::HeapStats;
