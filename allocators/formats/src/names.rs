@@ -48,6 +48,7 @@ where
         let value: Arc<T> = value.into();
         self.values.push(value.clone());
         self.numbers.insert(value, number);
+        debug_assert_eq!(self.numbers.len(), self.values.len(), "each value has one number");
         number
     }
 }

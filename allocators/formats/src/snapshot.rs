@@ -353,6 +353,7 @@ impl SegmentRanges {
             range.start / GRANULARITY * GRANULARITY,
             range.end.div_ceil(GRANULARITY).saturating_mul(GRANULARITY),
         );
+        debug_assert!(start.is_multiple_of(GRANULARITY) && start <= range.start);
         let mut gaps = Vec::new();
         let mut at = start;
         // Ranges that end at `start` or later. The last one that begins before it may be among
@@ -376,6 +377,7 @@ impl SegmentRanges {
         if at < end {
             gaps.push(at..end);
         }
+        debug_assert!(start <= range.start && range.end <= end, "the range is covered");
         self.0.insert(start, end);
         gaps
     }

@@ -84,7 +84,10 @@ pub(crate) mod slot {
 /// The number of figures of [`PoolStats`].
 pub(crate) const FIGURES: usize = 20;
 
+const _: () =
+    assert!(LINES_AT.is_multiple_of(LINE_BYTES) && FILE_BYTES.is_multiple_of(HEADER_BYTES));
 const _: () = assert!(slot::STATS + FIGURES <= slot::ADDRESS);
+const _: () = assert!(slot::ADDRESS + 1 + slot::ADDRESS_BYTES / WORD <= slot::NAME);
 const _: () = assert!(slot::NAME + 1 + slot::NAME_BYTES / WORD <= SLOT_WORDS);
 const _: () = assert!((header::COMMAND + 1) * WORD + header::COMMAND_BYTES <= HEADER_BYTES);
 

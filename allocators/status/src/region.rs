@@ -65,6 +65,7 @@ impl Region {
 
     pub(crate) fn line(&self, number: usize) -> Option<&'static CacheLine> {
         (number < LINES).then(|| {
+            debug_assert!(LINES_AT + (number + 1) * LINE_BYTES <= FILE_BYTES);
             // SAFETY: 1. The range lies within the memory, which is mapped until the process ends.
             // 2. A line has `LINE_BYTES` bytes, and its place is a multiple of its alignment.
             // 3. It consists of atomics, for which all bit patterns are valid.
@@ -124,6 +125,7 @@ pub fn claim_line() -> &'static CacheLine {
         let number = CLAIMED.fetch_add(1, Relaxed).min(LINES);
         CLAIMED.fetch_min(LINES, Relaxed);
         let line = region.line(number)?;
+        debug_assert!(region.contains(line));
         region.header()[header::LINES_USED].store(lines_used() as u64, Relaxed);
         Some(line)
     });

@@ -1,7 +1,7 @@
 //! The figures of one pool, as its slow paths publish them.
 
 use crate::{
-    layout::{SLOTS, header, slot, words_of},
+    layout::{SLOT_WORDS, SLOTS, header, slot, words_of},
     region::Region,
     sequence, state,
     text::{cut, write_text},
@@ -159,6 +159,8 @@ impl PoolSlot {
             let opening = OPENINGS.fetch_add(1, Ordering::Relaxed) & u64::from(u32::MAX);
             opening << 32 | (number as u64 + 1)
         });
+        debug_assert_eq!(number.is_some(), id != 0, "a slot that is shown has an identity");
+        debug_assert!(part_of == 0 || part_of != id, "no slot is a part of itself");
         let (opened_ns, requests) = (state::now_ns(), AtomicU64::new(0));
         Self { number, id, part_of, opened_ns, description, requests }
     }
@@ -208,6 +210,7 @@ impl PoolSlot {
                 Err(now) => seen = now,
             }
         }
+        debug_assert!(seen & u64::from(u32::MAX) > 0, "this thread is publishing");
         self.requests.store(process, Ordering::Release);
     }
 
@@ -220,6 +223,7 @@ impl PoolSlot {
     }
 
     fn write(&self, words: &[AtomicU64], figures: &PoolFigures) {
+        debug_assert!(words.len() == SLOT_WORDS && self.id != 0);
         let description = &self.description;
         let set = |at: usize, value: u64| words[at].store(value, Ordering::Relaxed);
         let optional = |value: Option<u32>| value.map_or(0, |value| u64::from(value) + 1);
@@ -251,7 +255,8 @@ impl Drop for PoolSlot {
             sequence::update(words, |words| words[slot::ID].store(0, Ordering::Relaxed));
         }
         if let Some(used) = self.number.and_then(|number| IN_USE.get(number)) {
-            used.store(false, Ordering::Release);
+            let was_used = used.swap(false, Ordering::Release);
+            debug_assert!(was_used, "a slot is freed by the one that took it");
         }
     }
 }

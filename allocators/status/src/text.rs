@@ -16,6 +16,7 @@ pub fn cut(text: &str, most: usize) -> &str {
 
 /// Writes a text behind its length. See the example of [`read_text`].
 pub fn write_text(words: &[AtomicU64], at: usize, text: &str) {
+    debug_assert!(at + text.len().div_ceil(WORD) < words.len(), "the text has room");
     words[at].store(text.len() as u64, Ordering::Relaxed);
     for (word, bytes) in words[at + 1..].iter().zip(text.as_bytes().chunks(WORD)) {
         let mut whole = [0; WORD];

@@ -162,6 +162,9 @@ impl HistoryBuilder {
         blocks.metadata.push(origin.metadata);
         blocks.row.push(short(row));
         self.freed_rows.push(0);
+        debug_assert_eq!(blocks.len(), self.freed_rows.len(), "columns are as long as each other");
+        debug_assert_eq!(blocks.len(), blocks.row.len());
+        debug_assert!(blocks.is_exact.is_empty() || blocks.is_exact.len() == blocks.len());
         self.steps.push(HistoryStep::new(HistoryAction::Allocate, block));
         Ok(())
     }
@@ -215,6 +218,7 @@ impl HistoryBuilder {
                 self.steps.push(HistoryStep::new(HistoryAction::Complete, block));
             }
         }
+        debug_assert!(self.live >= self.blocks.bytes[place], "the block is counted as live");
         self.live -= self.blocks.bytes[place];
         Ok(())
     }

@@ -27,6 +27,7 @@ const NONE: u32 = u32::MAX;
 /// assert_eq!(free.take_first(2000), Some(2048));
 /// free.insert(1024..2048);
 /// assert!(free.iter().eq([0..2048, 4048..4096]));
+/// free.check();
 /// ```
 #[derive(Clone)]
 pub struct ExtentTree {
@@ -100,6 +101,8 @@ impl ExtentTree {
         let node = self.node(start, end);
         low = self.merge(low, node);
         self.root = self.merge(low, high);
+        debug_assert!(self.largest() >= end - start, "what was added is in the tree");
+        debug_assert!(self.total >= self.largest());
     }
 
     /// Removes a range, as far as it is in the tree. Returns the bytes removed.
@@ -128,6 +131,8 @@ impl ExtentTree {
             high = self.merge(node, high);
         }
         self.root = self.merge(low, high);
+        debug_assert!(before - self.total <= end - start, "no more than the range is removed");
+        debug_assert!(self.total >= self.largest());
         before - self.total
     }
 
@@ -156,12 +161,30 @@ impl ExtentTree {
         if end - start == bytes {
             self.remove(start..end);
         } else {
+            debug_assert!(end - start > bytes);
             // The order of the nodes stays as it is.
             self.nodes[at as usize].start += bytes;
             self.total -= bytes;
             path.into_iter().rev().for_each(|node| self.update(node));
         }
         Some(start)
+    }
+
+    /// Checks that the ranges are disjoint and do not touch, and that every sum is right. Looks at
+    /// all of them. See the example of [`ExtentTree`].
+    ///
+    /// # Panics
+    /// If something is wrong.
+    pub fn check(&self) {
+        let (mut count, mut total, mut widest, mut below) = (0, 0, 0, None);
+        for Range { start, end } in self.iter() {
+            assert!(start < end, "an empty range at {start:#x}");
+            assert!(below.is_none_or(|below| below < start), "ranges touch at {start:#x}");
+            (count, total, widest) = (count + 1, total + (end - start), widest.max(end - start));
+            below = Some(end);
+        }
+        assert_eq!((self.total, self.largest()), (total, widest), "the sums of the tree");
+        assert_eq!(self.nodes.len() - self.spare.len(), count, "the nodes in use");
     }
 
     /// Returns the ranges, by address.
@@ -184,6 +207,7 @@ impl ExtentTree {
     }
 
     fn node(&mut self, start: u64, end: u64) -> u32 {
+        debug_assert!(start < end, "no range is empty");
         let priority = (self.random.next_u64() >> 32) as u32;
         let (widest, left, right) = (end - start, NONE, NONE);
         self.total += widest;
@@ -318,6 +342,7 @@ mod tests {
                     _ => expected.push(at..at + 1),
                 }
             }
+            tree.check();
             assert!(tree.iter().eq(expected.iter().cloned()), "{tree:?} {expected:?}");
             let widths = expected.iter().map(|range| range.end - range.start);
             assert_eq!(tree.largest(), widths.clone().max().unwrap_or(0));

@@ -53,6 +53,7 @@ pub(super) fn recorded(
                 placed.push(AddressSpan { start, bytes: end - start, at: height });
                 height = height.checked_add(end - start).filter(|height| *height < MAX_HEIGHT)?;
             }
+            debug_assert!(placed.len() <= MAX_SPANS && height < MAX_HEIGHT);
             return Some(Layout { source: AddressSource::Recorded, spans: placed, height });
         }
         unit = unit.checked_mul(2)?;
@@ -72,6 +73,7 @@ pub(super) fn packed(blocks: &mut BlockColumns, steps: &[HistoryStep]) -> Layout
                 // Live bytes are bounded by the checks of the reader, so there is always room for
                 // them: free ranges end far beyond.
                 let offset = free.take_first(bytes).unwrap_or(0);
+                debug_assert!(offset + bytes < 1 << 63, "there is room for all live blocks");
                 blocks.address[block] = offset;
                 height = height.max(offset + bytes);
             }

@@ -210,6 +210,7 @@ impl HistoryStep {
 
     /// Creates a step. The index must be below [`MOST`](Self::MOST).
     pub(super) fn new(action: HistoryAction, index: u32) -> Self {
+        debug_assert!(index < Self::MOST);
         Self((action as u32) << 29 | index)
     }
 

@@ -49,6 +49,7 @@ impl<W: Write> Pickler<W> {
             };
         }
         self.text(text)?;
+        debug_assert!(self.memo.len() < 1 << 17);
         // The format and the tags of a process have fewer than 2^17 strings.
         self.memo.insert(text, self.memo.len() as u32);
         self.out.write_all(&[0x94])

@@ -182,8 +182,10 @@ impl Builder {
             row: short(row),
         });
         self.accounts[known.account as usize].free(bytes);
+        debug_assert!(self.live >= bytes, "the block is counted as live");
         self.live -= bytes;
         self.frees += 1;
+        debug_assert!(self.frees <= self.blocks.len() as u64, "a block is freed once");
         Ok(())
     }
 
@@ -210,6 +212,7 @@ impl Builder {
                 now: bytes,
             });
         }
+        debug_assert!(step < self.steps.len() && block.lingers, "it was freed before");
         known.state = State::Done { row };
         if step + 1 == self.steps.len() {
             // The completion directly follows the free: no other stream used it.
@@ -230,6 +233,7 @@ impl Builder {
         if next >= MAX_STREAMS && !self.streams.contains_key(&name) {
             return Err(Fault::TooManyStreams);
         }
+        debug_assert!(next <= MAX_STREAMS);
         // Below MAX_STREAMS, so it fits.
         Ok(*self.streams.entry(name).or_insert(next as u32))
     }
@@ -249,6 +253,8 @@ impl Builder {
                 block.freed_on = block.freed_on.map(|stream| rank[stream as usize]);
             }
         }
+        debug_assert!(self.peak_live >= self.live);
+        debug_assert!(self.steps.len() as u64 >= self.blocks.len() as u64 + self.frees);
         Ok(Trace {
             format,
             blocks: self.blocks,
@@ -278,6 +284,7 @@ impl TraceAccount {
     }
 
     fn free(&mut self, bytes: u64) {
+        debug_assert!(self.blocks > 0 && self.bytes >= bytes && self.peak >= self.bytes);
         self.blocks -= 1;
         self.bytes -= bytes;
     }

@@ -163,19 +163,7 @@ mod tests {
         let trace = Trace::from_rows(&rows);
         for per_cent in [1, 20, 100] {
             let changed = trace.clone().changed(per_cent, 3);
-            let (mut next, mut live) = (0, std::collections::BTreeSet::new());
-            for step in &changed.steps {
-                match step.action {
-                    TraceAction::Allocate => {
-                        assert_eq!(step.block, next);
-                        next += 1;
-                        assert!(live.insert(step.block));
-                    }
-                    TraceAction::Free => assert!(live.remove(&step.block)),
-                    TraceAction::Complete => {}
-                }
-            }
-            assert_eq!(next as usize, changed.blocks.len());
+            changed.check();
             let same = trace.steps.iter().zip(&changed.steps).take_while(|(a, b)| a == b).count();
             assert!(same < trace.steps.len(), "nothing has changed");
             assert_eq!(changed, trace.clone().changed(per_cent, 3));
@@ -195,6 +183,7 @@ mod tests {
     fn blocks_go_to_the_streams_in_turn_and_keep_their_lives() {
         let whole = Trace::from_rows(ROWS);
         let trace = split(2);
+        trace.check();
         let block = |bytes, stream, freed_on, lingers| TraceBlock {
             bytes,
             stream,
@@ -220,6 +209,7 @@ mod tests {
     #[test]
     fn on_one_stream_nothing_crosses() {
         let trace = split(1);
+        trace.check();
         assert_eq!((trace.streams, trace.crossings(), trace.operations()), (1, 0, 6));
         assert!(trace.steps.iter().all(|step| step.action != TraceAction::Complete));
         assert!(trace.blocks.iter().all(|block| block.stream == 0 && block.freed_on == Some(0)));

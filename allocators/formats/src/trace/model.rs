@@ -143,6 +143,7 @@ impl fmt::Display for TraceDevice {
 /// let trace = Trace::from_reader(rows.as_bytes(), None)?;
 /// let block = TraceBlock { bytes: 4096, stream: 0, freed_on: Some(0), lingers: false };
 /// assert_eq!(trace.blocks, [block]);
+/// trace.check();
 /// // The completion directly follows the free, so it is no step of its own.
 /// assert!(trace.steps.iter().map(|step| step.action).eq([TraceAction::Allocate, TraceAction::Free]));
 ///
@@ -198,6 +199,44 @@ impl Trace {
     /// Returns the number of allocations and frees.
     pub fn operations(&self) -> u64 {
         self.allocations() + self.frees
+    }
+
+    /// Checks that each block is allocated in order, freed at most once and completed after that,
+    /// on streams that there are, and that the sums are right. Looks at every step. See the example
+    /// of [`Trace`].
+    ///
+    /// # Panics
+    /// If something is wrong.
+    pub fn check(&self) {
+        // Of each block, how many of its steps have been seen.
+        let mut seen = vec![0_u8; self.blocks.len()];
+        let (mut next, mut live, mut peak, mut frees) = (0, 0_u64, 0, 0);
+        for step in &self.steps {
+            let (index, block) = (step.block as usize, self.blocks[step.block as usize]);
+            match step.action {
+                TraceAction::Allocate => {
+                    assert_eq!(step.block, next, "blocks are numbered in order of allocation");
+                    (next, live) = (next + 1, live + block.bytes);
+                    peak = peak.max(live);
+                }
+                TraceAction::Free => {
+                    assert_eq!(seen[index], 1, "block {index} is freed once, after its allocation");
+                    (frees, live) = (frees + 1, live - block.bytes);
+                }
+                TraceAction::Complete => {
+                    assert_eq!(seen[index], 2, "block {index} is completed after its free");
+                    assert!(block.lingers, "block {index} has no use that lingers");
+                }
+            }
+            seen[index] += 1;
+        }
+        assert_eq!(next as usize, self.blocks.len(), "all blocks are allocated");
+        assert_eq!((peak, live, frees), (self.peak_live, self.live_at_end, self.frees));
+        for (block, seen) in self.blocks.iter().zip(seen) {
+            assert!(block.stream < self.streams, "stream {} of {}", block.stream, self.streams);
+            assert!(block.freed_on.is_none_or(|stream| stream < self.streams));
+            assert_eq!(block.freed_on.is_some(), seen > 1, "a freed block has the stream");
+        }
     }
 
     /// Returns the peak of *active* bytes, in requested sizes: of blocks that are live, or freed

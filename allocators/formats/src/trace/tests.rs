@@ -186,6 +186,7 @@ fn the_three_recorded_programs_are_read_as_they_were() {
     ];
     for (name, streams, allocations, frees, operations, peak, crossings) in table {
         let trace = Trace::read(&file(name), None).unwrap_or_else(|e| panic!("{name}: {e}"));
+        trace.check();
         assert_eq!(
             (
                 trace.streams,

@@ -104,6 +104,7 @@ impl Program {
     fn check(&self, path: &Path, parked: u64, guarded: bool) {
         let ordinal = self.pool.device().0;
         let trace = Trace::read(path, Some(ordinal)).unwrap_or_else(|e| panic!("{e}"));
+        trace.check();
         assert_eq!(trace.device, Some(ordinal));
         let bytes = |of: &dyn Fn(&TraceAccount) -> bool| -> u64 {
             let here = trace
@@ -197,6 +198,7 @@ fn record(name: &str, change: impl Fn(&mut PoolConfig)) {
     check(&programs, [whole - 700_000, whole]);
 
     let trace = Trace::read(&path, None).unwrap_or_else(|e| panic!("{e}"));
+    trace.check();
     let on_host = trace.memory.iter().filter(|(device, _)| matches!(device, TraceDevice::Host(_)));
     let on_host: Vec<_> = on_host.map(|(_, account)| account).collect();
     assert!(on_host.iter().all(|account| account.kind == BlockKind::Pinned));

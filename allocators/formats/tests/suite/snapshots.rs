@@ -21,7 +21,9 @@ use std::{
 fn read(snapshot: &MemorySnapshot) -> Result<Trace, String> {
     let mut bytes = Vec::new();
     snapshot.write_to(&mut bytes).unwrap();
-    Trace::from_reader(io::Cursor::new(bytes), None).map_err(|e| e.to_string())
+    Trace::from_reader(io::Cursor::new(bytes), None)
+        .inspect(Trace::check)
+        .map_err(|e| e.to_string())
 }
 
 fn scratch(name: &str) -> PathBuf {

@@ -11,7 +11,7 @@ use std::{io::Cursor, path::Path};
 const RMM: &str = "Thread,Time,Action,Pointer,Size,Stream\n";
 
 fn trace(text: impl AsRef<[u8]>) -> Result<Trace, TraceError> {
-    Trace::from_reader(Cursor::new(text.as_ref().to_vec()), None)
+    Trace::from_reader(Cursor::new(text.as_ref().to_vec()), None).inspect(Trace::check)
 }
 
 fn history(text: impl AsRef<[u8]>) -> Result<MemoryHistory, TraceError> {

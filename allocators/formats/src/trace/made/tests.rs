@@ -42,6 +42,7 @@ fn every_workload_is_the_same_each_time_and_everywhere() {
     {
         assert_eq!(name, workload.name);
         let trace = made(&format!("made:{name}"));
+        trace.check();
         assert_eq!(
             (trace.streams, trace.operations(), trace.peak_live, digest(&trace)),
             (streams, operations, peak, expected),

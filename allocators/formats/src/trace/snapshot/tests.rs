@@ -12,7 +12,9 @@ fn file(name: &str) -> PathBuf {
 }
 
 fn trace(name: &str, device: Option<u32>) -> Trace {
-    Trace::read(&file(name), device).unwrap_or_else(|e| panic!("{name}: {e}"))
+    let trace = Trace::read(&file(name), device).unwrap_or_else(|e| panic!("{name}: {e}"));
+    trace.check();
+    trace
 }
 
 fn parsed(bytes: &[u8]) -> Result<Trace, TraceError> {

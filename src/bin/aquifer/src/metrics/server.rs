@@ -181,6 +181,7 @@ fn attend(
     };
     let deadline = Instant::now() + ANSWER_TIME;
     let mut rest = response.as_bytes();
+    debug_assert!(response.ends_with("\n"), "an answer is whole");
     while !rest.is_empty() {
         client.set_write_timeout(Some(left_until(deadline)?))?;
         match client.write(rest)? {

@@ -102,7 +102,7 @@ fn smallest<T: Trial>(sizes: Sizes, trial: &mut T) -> Result<Option<(u64, T::Mea
         return Ok(None);
     };
     for _ in 0..PATIENCE {
-        // Invariant: both are multiples of `step`, and `fails` is below `holds`.
+        debug_assert!(fails < holds && (holds - fails).is_multiple_of(step));
         while holds - fails > step {
             let left = (holds - fails) / step;
             let middle = fails + left / 2 * step;

@@ -99,6 +99,7 @@ impl Sub for Tally {
             needed: now.needed - then.needed,
             taken: now.taken - then.taken,
         });
+        debug_assert!(self.memory_calls + self.event_calls <= self.driver_calls);
         Self {
             operations: self.operations - earlier.operations,
             driver_calls: self.driver_calls - earlier.driver_calls,

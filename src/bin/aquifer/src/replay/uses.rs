@@ -73,6 +73,8 @@ impl OpenUses {
     /// Adds a use. `number` must be higher than all before.
     pub(crate) fn hold(&self, number: u64, held: OpenUse) {
         let mut queue = self.queue();
+        let last = |of: &BTreeMap<u64, OpenUse>| of.last_key_value().map(|(number, _)| *number);
+        debug_assert!(last(&queue.keeping).max(last(&queue.untold)) < Some(number));
         if held.open.is_some() {
             queue.bytes += held.spot.bytes;
             queue.keeping.insert(number, held);

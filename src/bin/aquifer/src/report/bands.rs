@@ -108,6 +108,7 @@ impl BandGrid {
                 shares.push(if count == 0 { 0 } else { (share * 255.0).round() as u8 });
             }
         }
+        debug_assert!(counts.len() == size && shares.len() == size, "a cell for each place");
         let rows = rows.into_iter().map(|row| row * row_bytes).collect();
         Some(Self { row_bytes, rows, columns, counts, shares })
     }

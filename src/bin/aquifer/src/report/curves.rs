@@ -164,6 +164,7 @@ impl CurveBuilder {
                 (*min, *max, *last) = (min.min(value), max.max(value), value);
             }
         }
+        debug_assert!(self.finest.columns.iter().all(|c| c.last.len() == self.finest.times.len()));
         self.within = (self.within + 1) % self.merged;
     }
 

@@ -75,6 +75,7 @@ impl ArrayStore {
         text.resize((text.len() + 4).next_multiple_of(8) - 4, b' ');
         // A header is far below 4 GiB: its parts are bounded, and texts are those of the input.
         let mut payload = u32::try_from(text.len()).unwrap_or(u32::MAX).to_le_bytes().to_vec();
+        debug_assert!((payload.len() + text.len()).is_multiple_of(8), "arrays are aligned");
         payload.extend(text);
         payload.extend(self.bytes);
         payload

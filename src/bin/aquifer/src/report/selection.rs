@@ -63,6 +63,7 @@ impl BlockSelection {
         kept.sort_unstable();
         let mut is_kept = vec![false; blocks.len()];
         kept.iter().for_each(|block| is_kept[*block as usize] = true);
+        debug_assert_eq!(kept.len() + count, blocks.len());
         let (times, live) = level(history, &is_kept);
         let below = below.unwrap_or(0);
         Self { kept, bands: Some(MergedBlocks { below, count, times, live, grid }) }
