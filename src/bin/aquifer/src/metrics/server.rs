@@ -73,7 +73,7 @@ pub(super) fn serve(
         writeln!(io::stderr().lock(), "aquifer: metrics at {}", printable(&listener.address()?));
     let reading = SharedReading { text, last: Mutex::new(None) };
     thread::scope(|threads| {
-        let mut clients = VecDeque::new();
+        let (mut clients, mut leaving) = (VecDeque::new(), Vec::new());
         let outcome = loop {
             if stop.load(Ordering::Relaxed) {
                 break Ok(());
@@ -84,14 +84,18 @@ pub(super) fn serve(
                 Err(Errno::EINTR) => false,
                 Err(error) => break Err(error.into()),
             };
-            clients.retain(|(_, thread): &(_, thread::ScopedJoinHandle<'_, ()>)| {
-                !thread.is_finished()
-            });
+            clients.retain(|(_, thread): &Client<'_>| !thread.is_finished());
+            leaving.retain(|thread: &ClientThread<'_>| !thread.is_finished());
             if !ready {
                 continue;
             }
+            if leaving.len() >= MOST_CLIENTS {
+                // They wait for the reading that is under way.
+                thread::sleep(Duration::from_millis(10));
+                continue;
+            }
             if clients.len() == MOST_CLIENTS {
-                end_first(&mut clients);
+                end_first(&mut clients, &mut leaving);
             }
             let started = listener.accept().and_then(|stream| {
                 let client = Arc::new(stream);
@@ -106,26 +110,41 @@ pub(super) fn serve(
             });
             match started {
                 Ok(client) => clients.push_back(client),
-                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                // The client has gone before it was accepted.
+                Err(error) if is_of_client(&error) => {}
                 // No file or thread is left, for one: a place is freed, and the loop does not spin.
                 Err(_) => {
-                    end_first(&mut clients);
+                    end_first(&mut clients, &mut leaving);
                     thread::sleep(Duration::from_millis(10));
                 }
             }
         };
         while !clients.is_empty() {
-            end_first(&mut clients);
+            end_first(&mut clients, &mut leaving);
         }
         outcome
     })
 }
 
+fn is_of_client(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
+    matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock)
+}
+
+/// The thread of a client.
+type ClientThread<'scope> = thread::ScopedJoinHandle<'scope, ()>;
+/// A client and its thread.
+type Client<'scope> = (Arc<TcpStream>, ClientThread<'scope>);
+
 /// Ends the connection of the client that came first. Its thread then ends too.
-fn end_first<T>(clients: &mut VecDeque<(Arc<TcpStream>, T)>) {
-    if let Some((client, _)) = clients.pop_front() {
+fn end_first<'scope>(
+    clients: &mut VecDeque<Client<'scope>>,
+    leaving: &mut Vec<ClientThread<'scope>>,
+) {
+    if let Some((client, thread)) = clients.pop_front() {
         // One that has closed already is what is wanted.
         let _ = client.shutdown(Shutdown::Both);
+        leaving.push(thread);
     }
 }
 
