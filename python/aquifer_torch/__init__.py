@@ -104,7 +104,7 @@ def setup(
                        of what is free now
     wait               seconds that an allocation waits for memory that is still in use, before it fails; else 10
     release_threshold  idle bytes of each device above which memory goes back to the driver by itself; else no bound
-    streams_retired    that no stream is destroyed before retire() was called for it: so it is with PyTorch's own, which live
+    streams_retired    whether streams are destroyed only after retire(). PyTorch's own live
                        for ever. Not so with CuPy's and RMM's: False, and each free and noted use records an event (0.2 us)
     history            how many of the last events are kept for dump_snapshot(), 64 bytes each; costs a pair of calls up to 0.5 us
     driver             "cuda", or without a GPU, for tests: "sim" for a simulated device, which checks every access, or "cuda-or-sim";

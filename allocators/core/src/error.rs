@@ -232,28 +232,42 @@ crate::__debug_as_display!(MemoryError);
 impl fmt::Display for MemoryError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::ZeroSize => f.write_str("a request for zero bytes"),
+            Self::ZeroSize => {
+                f.write_str("elements of zero bytes have no memory; use a type with a size")
+            }
             Self::TooLarge { requested, limit } => {
-                write!(f, "{} asked, {} is the most there can be", Bytes(*requested), Bytes(*limit))
+                write!(
+                    f,
+                    "requested {}, but at most {} can be allocated",
+                    Bytes(*requested),
+                    Bytes(*limit)
+                )
             }
             Self::BadAlignment { align } => {
-                write!(f, "an alignment of {align} bytes cannot be had")
+                write!(
+                    f,
+                    "an alignment of {align} bytes is not supported; it must be a power of two, and not larger than memory of this kind allows"
+                )
             }
             Self::OutOfBudget(e) => e.fmt(f),
             Self::OutOfMemory(e) => e.fmt(f),
             Self::Driver(e) => e.fmt(f),
             Self::System(e) => e.fmt(f),
             Self::DeviceLost { device } => {
-                write!(f, "{device} is lost; only the application may reset it")
+                write!(f, "{device} is lost after a sticky error; the application must reset it")
             }
             Self::NoDevice { asked, count: 0 } => {
-                write!(f, "device {asked} asked, and there is none")
+                write!(f, "device {asked} requested, but no GPU is available")
             }
             Self::NoDevice { asked, count } => {
-                write!(f, "device {asked} asked, there are {count}, counted from 0")
+                write!(
+                    f,
+                    "device {asked} requested, but the last of {count} devices is {}",
+                    count - 1
+                )
             }
             Self::NoGpu { asked, why } => {
-                write!(f, "device {asked} asked, and there is none: {why}")
+                write!(f, "device {asked} requested, but no GPU is available: {why}")
             }
             Self::OtherMachine { expected, actual } => {
                 let machine = |number: &u64| match number {
@@ -261,54 +275,62 @@ impl fmt::Display for MemoryError {
                     number => format!("simulated machine {number}"),
                 };
                 let (expected, actual) = (machine(expected), machine(actual));
-                write!(f, "a stream or memory of {actual} where one of {expected} is needed")
+                write!(f, "the stream or memory belongs to {actual}, not to {expected}")
             }
             Self::WrongDevice { expected, actual } => {
-                write!(f, "{actual} where {expected} is needed")
+                write!(f, "the stream or memory is on {actual}, not on {expected}")
             }
-            Self::ForeignBlock { address } => write!(f, "{address:#x} is no block of this pool"),
+            Self::ForeignBlock { address } => {
+                write!(f, "{address:#x} does not belong to this pool")
+            }
             Self::DoubleFree { address } => {
                 write!(f, "the block at {address:#x} has been freed already")
             }
             Self::OutOfBounds { offset, len, bytes } => {
-                write!(f, "{len} bytes from {offset} on reach past the end of a block of {bytes}")
+                write!(f, "{len} bytes at offset {offset} exceed the block of {bytes} bytes")
             }
             Self::OutOfRange { start, end, len } => {
-                write!(f, "elements {start}..{end} reach past the end of {len} elements")
+                write!(f, "the range {start}..{end} exceeds the length of {len} elements")
             }
             Self::ReversedRange { start, end } => {
                 write!(f, "the range {start}..{end} is reversed: it ends before it begins")
             }
             Self::Uncommitted { offset, len } => {
-                write!(
-                    f,
-                    "{len} bytes from {offset} on are not committed: no memory is behind them"
-                )
+                write!(f, "{len} bytes at offset {offset} are not committed; commit them first")
             }
-            Self::LengthMismatch { from, to } => write!(f, "a copy of {from} bytes into {to}"),
+            Self::LengthMismatch { from, to } => write!(
+                f,
+                "a copy of {from} bytes needs a target of the same length, not of {to} bytes"
+            ),
             Self::BadPitch { pitch, width } => {
-                write!(f, "rows of {width} bytes cannot lie {pitch} bytes apart")
+                write!(f, "the pitch of {pitch} bytes is smaller than the rows of {width} bytes")
             }
             Self::Overlap { from, to, bytes } => {
-                write!(f, "a copy of {bytes} bytes from {from:#x} to {to:#x} overlaps itself")
+                write!(f, "a copy of {bytes} bytes from {from:#x} to {to:#x} overlaps its source")
             }
             Self::Busy { address } => {
-                write!(f, "the block at {address:#x} has a use prepared that excludes this one")
+                write!(
+                    f,
+                    "the block at {address:#x} has a prepared use that excludes this one; finish or abort it"
+                )
             }
             Self::Parked { tag } => {
                 write!(f, "the memory of {:?} is parked; resume it first", tag.name())
             }
             Self::ListedTwice { address } => {
-                write!(f, "one launch lists the block at {address:#x} twice, and writes it")
+                write!(
+                    f,
+                    "the launch lists the block at {address:#x} twice and writes it; list it once"
+                )
             }
-            Self::Closed => f.write_str("the pool has been shut down"),
+            Self::Closed => f.write_str("the pool is closed; keep a handle of it, or the runtime"),
             Self::Capacity { max } => {
                 write!(f, "all {max} streams are leased; the pool's setting `streams` allows more")
             }
             Self::Capturing { stream } => {
                 write!(
                     f,
-                    "stream {stream:#x} captures a graph; end the capture, or wait inside of it"
+                    "stream {stream:#x} captures a graph, in which the host cannot wait; end the capture first"
                 )
             }
             Self::AlreadyAnnounced { stream } => {
@@ -318,22 +340,28 @@ impl fmt::Display for MemoryError {
                 )
             }
             Self::CaptureInvalidated { stream } => {
-                write!(f, "the capture of stream {stream:#x} is broken; end it, and capture anew")
+                write!(f, "the capture of stream {stream:#x} is invalid; end it and capture again")
             }
-            Self::UnknownId => f.write_str("an id of another pool, or of something that is gone"),
+            Self::UnknownId => {
+                f.write_str("the id belongs to another pool, or to a stream that was retired")
+            }
             Self::OtherProcess => {
                 f.write_str("the pool belongs to the process that this one was forked from; spawn workers, or fork before there are pools")
             }
             Self::OtherThread { stream } => {
                 write!(
                     f,
-                    "stream handle {stream} is the default stream of each thread, and this one another thread's"
+                    "handle {stream} is the per-thread default stream; this one belongs to another thread"
                 )
             }
-            Self::Unsupported { feature } => write!(f, "not supported here: {feature}"),
-            Self::TimedOut => f.write_str("the deadline passed"),
-            Self::AlreadySet { what, by } => write!(f, "{what} was set before, at {by}"),
-            Self::NotSet { what, by } => write!(f, "{what} has not been set; {by} does that, once"),
+            Self::Unsupported { feature } => {
+                write!(f, "not supported by the device or its driver: {feature}")
+            }
+            Self::TimedOut => f.write_str("the deadline passed before the wait ended"),
+            Self::AlreadySet { what, by } => {
+                write!(f, "{what} can be set once, and was set at {by}")
+            }
+            Self::NotSet { what, by } => write!(f, "{what} is not set; call {by} first"),
             Self::BadSetting { name, value, expected } => {
                 write!(f, "{name} is {value:?}; it can be {expected}")
             }

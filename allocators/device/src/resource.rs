@@ -26,7 +26,7 @@ use std::fmt::Debug;
 /// # Ok::<(), MemoryError>(())
 /// ```
 #[diagnostic::on_unimplemented(
-    message = "`{Self}` is no source of device memory",
+    message = "`{Self}` is not a source of device memory",
     label = "a source of device memory is needed here",
     note = "pass a `DevicePool`, a `Tenant` or a wrapper around one; memory of your own is a `SourcePool` over a `RangeSource`"
 )]

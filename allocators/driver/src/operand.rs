@@ -58,7 +58,7 @@ impl Access {
 ///    operand is borrowed, unless the stream's owner retires it.
 /// 4. [`Operand::machine`] returns the machine that the range lies on, or `None`.
 #[diagnostic::on_unimplemented(
-    message = "`{Self}` is no device memory",
+    message = "`{Self}` is not device memory",
     label = "device memory is needed here",
     note = "pass a `DeviceBuffer`, a part of one, or a `Block`; foreign memory is taken in by `Adopted`"
 )]
@@ -141,7 +141,7 @@ borrowed!(&D, &mut D);
 /// 1. While `&mut` of the operand is held, no other operand that safe code can reach overlaps its
 ///    range.
 #[diagnostic::on_unimplemented(
-    message = "`{Self}` is no device memory that may be written",
+    message = "`{Self}` is not device memory that may be written",
     label = "device memory that is borrowed to be written is needed here",
     note = "pass `&mut` of a `DeviceBuffer`, or of what `slice_mut` returns; a `DeviceSlice` can only be read"
 )]
@@ -162,7 +162,7 @@ pub unsafe trait OperandMut: Operand {
 
 /// An [`Operand`] with elements of one type.
 #[diagnostic::on_unimplemented(
-    message = "`{Self}` is no device memory with elements of one type",
+    message = "`{Self}` is not device memory with elements of one type",
     label = "a buffer of device memory is needed here",
     note = "pass a `DeviceBuffer` or a part of one; `DeviceBuffer::from_block` gives a `Block` a type"
 )]

@@ -105,21 +105,21 @@ impl fmt::Display for NoGpu {
         match self {
             Self::NotBuilt => f.write_str("this build has no CUDA; build it with one of its `cuda` features"),
             Self::NoLibrary => f.write_str(
-                "no CUDA driver: libcuda.so.1 is not on the loader's path; install the NVIDIA driver",
+                "the CUDA driver is missing: libcuda.so.1 is not on the loader's path; install the NVIDIA driver",
             ),
             Self::MissingSymbol { symbol } => {
-                write!(f, "the CUDA driver has no {symbol}; it needs to be of CUDA 12.0 or later")
+                write!(f, "the CUDA driver lacks {symbol}; CUDA 12.0 or later is required")
             }
             Self::Hidden => f.write_str(
-                "the CUDA driver sees no device: CUDA_VISIBLE_DEVICES is set and names none that is there; unset it",
+                "the CUDA driver sees no device: CUDA_VISIBLE_DEVICES names none that exists; unset it",
             ),
-            Self::NoDevices => f.write_str("the driver is installed and has no device"),
+            Self::NoDevices => f.write_str("the CUDA driver is installed, but has no device"),
             Self::Start(e) => match e.code {
                 34 => write!(
                     f,
                     "{e}: this libcuda is the toolkit's stub; put the driver's own first on the path"
                 ),
-                100 => write!(f, "{e}: the CUDA driver is installed and sees no device"),
+                100 => write!(f, "{e}: the CUDA driver is installed, but sees no device"),
                 803 => write!(
                     f,
                     "{e}: the driver's library and kernel module differ; a reboot loads the new one"

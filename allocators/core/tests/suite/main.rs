@@ -12,6 +12,7 @@ mod budget_wait;
 mod events;
 mod explain;
 mod ids;
+mod messages;
 #[cfg(feature = "serde")]
 mod serialized;
 mod sinks;

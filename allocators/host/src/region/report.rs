@@ -339,7 +339,7 @@ impl fmt::Display for Cause {
             Self::Chunks { asked, taken } => {
                 write!(f, "one registration cannot pin {asked} bytes here: {taken} at once")
             }
-            Self::Cached => f.write_str("there is no write-combined memory of that kind"),
+            Self::Cached => f.write_str("write-combined memory of this kind is not available"),
             Self::Writable => f.write_str("the device could not be kept from writing"),
             Self::Misplaced { elsewhere, unknown } => {
                 write!(f, "{elsewhere} pages on other nodes, {unknown} of unknown place")
@@ -347,7 +347,9 @@ impl fmt::Display for Cause {
             Self::Untellable => {
                 f.write_str("the driver's memory could not be told from foreign memory")
             }
-            Self::NotKept => f.write_str("the pool was closed meanwhile, or its books are full"),
+            Self::NotKept => {
+                f.write_str("the pool was closed in the meantime, or its tables are full")
+            }
             Self::TimedOut => f.write_str("the deadline passed"),
         }
     }

@@ -82,7 +82,7 @@ impl fmt::Display for StageError {
             Self::Workers(error) => error.fmt(f),
             Self::Cancelled => f.write_str("the transfer was cancelled"),
             Self::Full { depth } => {
-                write!(f, "{depth} transfers are under way, as many as may be; wait for a permit")
+                write!(f, "all {depth} transfer permits are in use; wait for one")
             }
             Self::WorkerLost => f.write_str("a worker left the transfer in the middle"),
             Self::Taken => f.write_str("the result of the transfer has been taken already"),

@@ -1,4 +1,4 @@
-//~ is no device memory
+//~ is not device memory
 //~ foreign memory is taken in by `Adopted`
 use aquifer::Operand;
 

@@ -1,4 +1,4 @@
-//~ is no device memory that may be written
+//~ is not device memory that may be written
 //~ a `DeviceSlice` can only be read
 use aquifer::{DeviceSlice, MemoryError, Stream};
 

@@ -1,4 +1,4 @@
-//~ is no source of device memory
+//~ is not a source of device memory
 //~ memory of your own is a `SourcePool` over a `RangeSource`
 use aquifer::Resource;
 

@@ -1,4 +1,4 @@
-//~ is no device memory with elements of one type
+//~ is not device memory with elements of one type
 //~ `DeviceBuffer::from_block` gives a `Block` a type
 use aquifer::Typed;
 
