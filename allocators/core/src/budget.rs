@@ -171,6 +171,17 @@ impl Budget {
         Self { node: Node::claim(None, stored(name.into()), limit) }
     }
 
+    /// Checks that the sums of this budget and of all below it add up. Takes the tree's lock. For
+    /// tests and fuzz programs.
+    ///
+    /// # Errors
+    /// The name of the budget where they do not, and what is wrong there.
+    #[doc(hidden)]
+    pub fn check(&self) -> Result<(), (&'static str, &'static str)> {
+        let _guard = self.node.tree.lock.lock();
+        self.node.check()
+    }
+
     /// Creates a root budget without a limit, which only counts. [`Budget::new`] tells what its
     /// name costs.
     #[must_use]

@@ -67,6 +67,10 @@ impl Charge {
             std::mem::swap(&mut self.bytes, &mut other.bytes);
         } else if other.bytes > 0 {
             let other = ManuallyDrop::new(other);
+            debug_assert!(
+                self.bytes + other.bytes <= self.budget.used(),
+                "charges hold more than their budget has"
+            );
             // Cannot overflow: both are parts of the same `u64` sum.
             self.bytes += other.bytes;
         }

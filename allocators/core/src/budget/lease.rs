@@ -224,6 +224,7 @@ impl LeaseBody {
     #[inline]
     fn add_spare(&'static self, bytes: u64) {
         let before = self.spare.fetch_add(bytes, SeqCst);
+        debug_assert!((before & !CLOSED) + bytes < CLOSED, "spare bytes reach the closing bit");
         store_load_fence();
         let most = 2 * self.grain.load(Relaxed);
         // The `CLOSED` bit exceeds every bound.

@@ -316,6 +316,7 @@ impl Node {
 
     /// Drops one handle.
     pub(super) fn release_handle(&'static self) {
+        debug_assert!(self.handles.load(Relaxed) > 0, "a handle that was released before");
         // Acquire and release: all use of the node through other handles happens before the
         // recycling.
         if self.handles.fetch_sub(1, AcqRel) == 1 {
@@ -362,6 +363,11 @@ impl Node {
         for child in self.children.iter() {
             child.visit_subtree(visit);
         }
+    }
+
+    /// Visits all children, including idle ones.
+    pub(super) fn for_each_child(&self, visit: impl FnMut(&'static Node)) {
+        self.children.iter().for_each(visit);
     }
 
     /// An iterator over the live children.

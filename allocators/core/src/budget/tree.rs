@@ -63,6 +63,10 @@ impl Node {
             for ancestor in self.ancestors {
                 ancestor.used.store(ancestor.used.load(Relaxed) + bytes, Relaxed);
             }
+            debug_assert!(
+                bytes == 0 || self.path().all(Node::charges_are_plain),
+                "a stale bound for charges"
+            );
         }
         all_fit
     }
@@ -81,8 +85,58 @@ impl Node {
             for ancestor in self.ancestors {
                 ancestor.used.store(ancestor.used.load(Relaxed) - bytes, Relaxed);
             }
+            debug_assert!(
+                self.path().all(|node| node.own_unused_guarantee() == 0 && !node.is_shared_root()),
+                "a stale bound for releases"
+            );
         }
         all_fit
+    }
+
+    /// Returns what the fast path of charges relies on: nothing but `used` had to change.
+    fn charges_are_plain(&self) -> bool {
+        let used = self.used.load(Relaxed);
+        self.held() <= self.limit.load(Relaxed)
+            && used <= self.peak.load(Relaxed)
+            && self.own_unused_guarantee() == 0
+            && self.waiter_priority.load(Relaxed) == NO_WAITER
+            && !self.is_shared_root()
+    }
+
+    /// Returns whether this is a root whose bytes are claimed from a source.
+    fn is_shared_root(&self) -> bool {
+        self.ancestors.is_empty() && self.tree.claimed.load(Relaxed) != NOT_SHARED
+    }
+
+    /// Checks the sums of this node and of all below it. Returns the name of the first node where
+    /// they do not add up, and what is wrong there.
+    pub(super) fn check(&'static self) -> Result<(), (&'static str, &'static str)> {
+        let mut found = Ok(());
+        self.visit_subtree(&mut |node| {
+            let (mut used, mut unused, mut guaranteed) = (0, 0, 0);
+            node.for_each_child(|child| {
+                used += child.used.load(Relaxed);
+                unused += child.share() - child.used.load(Relaxed);
+                guaranteed += child.commitment();
+            });
+            let wrong = if used > node.used.load(Relaxed) {
+                "children use more than their parent"
+            } else if unused != node.unused_guarantee.load(Relaxed) {
+                "unused guarantees of the children do not add up"
+            } else if guaranteed != node.guaranteed.load(Relaxed) {
+                "guarantees of the children do not add up"
+            } else if node.used.load(Relaxed) > node.peak.load(Relaxed) {
+                "the peak is below what is used"
+            } else if node.is_shared_root()
+                && node.used.load(Relaxed) > node.tree.claimed.load(Relaxed)
+            {
+                "more is used than is claimed"
+            } else {
+                return;
+            };
+            found = found.and(Err((node.name(), wrong)));
+        });
+        found
     }
 
     #[inline]
@@ -295,6 +349,7 @@ impl Node {
     }
 
     fn apply_guarantee(&'static self, bytes: u64) {
+        debug_assert!(bytes <= self.limit.load(Relaxed), "a guarantee above the limit");
         let (mut share, mut commitment) = (self.share(), self.commitment());
         self.guarantee.store(bytes, Relaxed);
         let mut below = self;
@@ -321,7 +376,7 @@ impl Node {
         self.headroom_limit
             .store(if fast { ceiling.min(SLOW_PATH - 1) } else { SLOW_PATH }, Relaxed);
         // Each charge and each release of a shared root goes to its source.
-        let is_shared = self.ancestors.is_empty() && self.tree.claimed.load(Relaxed) != NOT_SHARED;
+        let is_shared = self.is_shared_root();
         let fast_limit =
             if fast && !is_shared { ceiling.min(self.peak.load(Relaxed)).min(rise) } else { 0 };
         self.fast_limit.store(fast_limit, Relaxed);
@@ -339,6 +394,7 @@ impl Node {
         if over_limit != self.over_limit.load(Relaxed) {
             self.over_limit.store(over_limit, Relaxed);
             let (now, count) = (self.tree.nodes_over_limit.load(Relaxed), usize::from(over_limit));
+            debug_assert!(over_limit || now > 0, "a node over its limit was not counted");
             self.tree.nodes_over_limit.store(now + count - (1 - count), SeqCst);
         }
     }

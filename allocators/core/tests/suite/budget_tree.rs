@@ -270,10 +270,12 @@ fn threads_at_every_level_leave_exactly_nothing_and_no_node_is_ever_above_its_li
                 tenants[1].set_limit(400 + round % 2);
                 let _ = tenants[2].set_guarantee(round % 50);
                 drop(pools[round as usize % 2].child("passing", 10).charge(3));
+                assert_eq!(root.check(), Ok(()));
             }
         });
     });
     drop(tenants);
+    assert_eq!(root.check(), Ok(()));
     assert_eq!((root.used(), root.figures().held), (0, 50));
     assert!(root.peak() <= 1000 && pools[0].peak() <= 700);
     drop((sure, pools));
