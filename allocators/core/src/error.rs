@@ -12,7 +12,7 @@ pub use failed_call::{DriverError, SystemError};
 pub use out_of_memory::{InUse, OutOfMemory, Stranded, TenantHolding};
 pub use remedy::{Remedy, RequiredLimits};
 
-use crate::{Bytes, DeviceId, OutOfBudget, Tag};
+use crate::{DeviceId, OutOfBudget, Tag};
 use std::{error, fmt};
 
 /// A result with a [`MemoryError`].
@@ -236,17 +236,12 @@ impl fmt::Display for MemoryError {
                 f.write_str("elements of zero bytes have no memory; use a type with a size")
             }
             Self::TooLarge { requested, limit } => {
-                write!(
-                    f,
-                    "requested {}, but at most {} can be allocated",
-                    Bytes(*requested),
-                    Bytes(*limit)
-                )
+                write!(f, "requested {requested} bytes, but at most {limit} can be allocated")
             }
             Self::BadAlignment { align } => {
                 write!(
                     f,
-                    "an alignment of {align} bytes is not supported; it must be a power of two, and not larger than memory of this kind allows"
+                    "an alignment of {align} bytes is not supported; use a power of two that this kind of memory allows"
                 )
             }
             Self::OutOfBudget(e) => e.fmt(f),
@@ -357,7 +352,7 @@ impl fmt::Display for MemoryError {
             Self::Unsupported { feature } => {
                 write!(f, "not supported by the device or its driver: {feature}")
             }
-            Self::TimedOut => f.write_str("the deadline passed before the wait ended"),
+            Self::TimedOut => f.write_str("timed out: the deadline passed"),
             Self::AlreadySet { what, by } => {
                 write!(f, "{what} can be set once, and was set at {by}")
             }
