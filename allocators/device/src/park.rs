@@ -54,12 +54,11 @@
 mod parkable;
 pub(crate) mod saved;
 mod settings;
-mod suspend;
 pub(crate) mod tagged;
 
 pub(crate) use parkable::ParkablePool;
+pub(crate) use settings::Phase;
 pub use settings::{Elsewhere, Park, ParkReport, ResumeReport};
-pub(crate) use settings::{Phase, QUIESCE_POLL};
 pub use tagged::{PendingPark, PendingResume};
 
 use crate::{

@@ -24,6 +24,33 @@ use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
 use std::{collections::BTreeSet, mem, sync::Arc};
 
+/// A capture of an announcement, or the work of an announcement that is not captured.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Capture {
+    /// The announcement's number; 0 for blocks that belong to none.
+    pub(crate) announced: u64,
+    /// The driver's number of the capture, or [`Capture::EAGER`].
+    pub(crate) id: u64,
+}
+
+impl Capture {
+    /// Stands for work that is not captured. No driver numbers a capture so.
+    pub(crate) const EAGER: u64 = 0;
+    /// Stands for eager work that no announcement covers.
+    pub(crate) const UNANNOUNCED: Self = Self { announced: 0, id: Self::EAGER };
+
+    pub(crate) fn is_eager(self) -> bool {
+        self.id == Self::EAGER
+    }
+
+    /// Returns whether its work on `timeline` may use memory with these dependencies. Work that is
+    /// not captured follows all earlier work of its stream. Captured work runs at any later time,
+    /// on any stream.
+    pub(crate) fn may_use(self, timeline: &Arc<Timeline>, deps: &StreamDeps) -> bool {
+        dependencies::is_done_except(deps, self.is_eager().then_some(timeline))
+    }
+}
+
 /// The ranges of a slot pool that are in no live block.
 #[derive(Default)]
 pub(crate) struct SlotRanges {

@@ -70,11 +70,24 @@ impl DedicatedPool {
     }
 
     /// Counts pending memory that has become free.
-    pub(crate) fn slot_pool_collected(&self, bytes: u64) {
+    pub(crate) fn slot_pool_collected(&self, kind: BlockKind, bytes: u64) {
         self.update_usage(|a| {
             a.pending -= bytes;
             a.cached += bytes;
+            if kind == BlockKind::Graph {
+                a.free_of_graphs += bytes;
+            }
         });
+    }
+
+    /// Drops what was kept until blocks are free. Called with no lock held.
+    pub(crate) fn complete(&self, over: Vec<DeferredFree>) {
+        for DeferredFree { until_free, .. } in over {
+            if until_free.is_some() {
+                drop(until_free);
+                self.count_completion();
+            }
+        }
     }
 
     /// Counts live blocks that lose their memory when they are parked.

@@ -1,9 +1,10 @@
 //! Announcements: which captures allocate from which memory.
 
-use super::memory::{Capture, GraphMemory};
+use super::memory::GraphMemory;
 use crate::{
     Block, DevicePool, Request,
     base::driver::check_stream_device,
+    dedicated::slot_pool::Capture,
     pool_core::{PoolCore, PoolHook},
 };
 use aquifer_core::{MemoryError, Result};

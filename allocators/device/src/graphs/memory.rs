@@ -1,14 +1,12 @@
 //! The memory of graphs that share a pool: its blocks, its free ranges and when they can be reused,
 //! and the launches that touch it.
 
-mod capture;
 mod give_back;
 mod parked;
 mod placed;
 mod release;
 mod stats;
 
-pub(super) use capture::Capture;
 pub(super) use give_back::GraphMemories;
 
 use crate::{
@@ -17,19 +15,18 @@ use crate::{
     base::{
         dependencies::{StreamDeps, latest, raise},
         driver::check_stream_device,
-        pending::DeferredFree,
     },
-    dedicated::{DedicatedPool, Span, slot_pool::SlotRanges},
-    park::{Phase, saved::SavedPiece},
+    dedicated::{DedicatedPool, Span, slot_pool::Capture},
+    park::tagged::{SlotBlock, SlotBlocks},
     pool_core::PoolCore,
 };
 use aquifer_core::{Action, BLOCK_ALIGN, MemoryError, Request, Result, Tag, event::BlockKind};
 use aquifer_driver::{DeviceRange, Driver, Ownership};
 use aquifer_heap::Range;
-use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
+use aquifer_stream::{Stream, StreamPool, Timeline};
 use smallvec::smallvec;
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -67,12 +64,8 @@ pub(crate) struct GraphMemory {
 
 #[derive(Default)]
 struct State {
-    phase: Phase,
-    /// Live blocks, by address.
-    blocks: BTreeMap<u64, GraphBlock>,
-    /// What is in no live block. Any capture may use the free ranges once the host has seen their
-    /// dependencies done.
-    ranges: SlotRanges,
+    /// Any capture may use the free ranges once the host has seen their dependencies done.
+    slots: SlotBlocks,
     /// Claimed slots that captured work may use at any later launch. They keep their memory.
     captured: BTreeSet<u64>,
     /// Ranges freed within captures that are still open.
@@ -84,39 +77,16 @@ struct State {
     fenced: Vec<(u64, Arc<Timeline>, u64)>,
     /// The last launch on each stream.
     launches: Vec<(Arc<Timeline>, u64)>,
-    /// Bytes of memory.
-    physical: u64,
     /// Whether there are graphs whose launches are not recorded.
     has_untracked_launches: bool,
-    /// The contents of the live blocks when they were parked.
-    saved: Vec<SavedPiece>,
-    /// Blocks freed while being parked or resumed. They are reported to a validating driver at its
-    /// end.
-    unreported: Vec<(u64, Range)>,
-    /// The number of threads that take memory for blocks, if it can be parked.
-    operations: u64,
 }
 
-struct GraphBlock {
-    bytes: u64,
-    requested: u64,
-    tag: Tag,
-    owner_stream: Arc<Timeline>,
-    generation: u64,
-    /// The capture it was allocated in.
-    capture: Capture,
-    /// `None` as soon as its owner drops the block.
-    watch: Option<Watch>,
-}
-
-impl GraphBlock {
-    /// Records a launch as a use of this block, so that later uses wait for it. The block's own
-    /// stream is ordered anyway.
-    fn record_launch(&self, on: &Arc<Timeline>, epoch: u64) {
-        if let Some(watch) = self.watch.as_ref().filter(|_| !Arc::ptr_eq(&self.owner_stream, on)) {
-            // Recording fails only for parked memory, which this is not.
-            let _ = watch.record(on, epoch);
-        }
+/// Records a launch as a use of a block, so that later uses wait for it. The block's own stream is
+/// ordered anyway.
+fn record_launch(live: &SlotBlock, on: &Arc<Timeline>, epoch: u64) {
+    if let Some(watch) = live.watch.as_ref().filter(|_| !Arc::ptr_eq(&live.owner_stream, on)) {
+        // Recording fails only for parked memory, which this is not.
+        let _ = watch.record(on, epoch);
     }
 }
 
@@ -150,9 +120,10 @@ impl State {
     fn enter_capture(&mut self, capture: Capture, grid: Grid) {
         self.close_captures(|other| other.announced == capture.announced && other != capture);
         if !capture.is_eager() && self.capture_lists.iter().all(|list| list.capture != capture) {
-            let Self { captured, blocks, .. } = self;
+            let Self { captured, slots, .. } = self;
             captured.extend(
-                blocks
+                slots
+                    .blocks
                     .iter()
                     .flat_map(|(&start, live)| grid.slots(Range { start, len: live.bytes })),
             );
@@ -164,17 +135,20 @@ impl State {
             self.capture_lists.extract_if(.., |capture_list| over(capture_list.capture)).collect();
         // Launches during the capture have not been recorded with these blocks, which only captured
         // work could use.
-        let blocks =
-            self.blocks.values().filter(|live| closed.iter().any(|s| s.capture == live.capture));
+        let blocks = self
+            .slots
+            .blocks
+            .values()
+            .filter(|live| closed.iter().any(|s| s.capture == live.capture));
         for live in blocks {
             for (on, epoch) in &self.launches {
-                live.record_launch(on, *epoch);
+                record_launch(live, on, *epoch);
             }
         }
         for capture_list in closed {
             let ranges: Vec<_> =
                 capture_list.free.iter().map(|(range, deps)| (range, deps.clone())).collect();
-            ranges.into_iter().for_each(|(range, deps)| self.ranges.free.add(range, deps));
+            ranges.into_iter().for_each(|(range, deps)| self.slots.ranges.free.add(range, deps));
         }
     }
 
@@ -199,15 +173,18 @@ impl State {
         let own = self.capture_list(capture, timeline);
         let own = own.and_then(|own| own.find_filled(bytes, align, |_| true));
         let ready = |deps: &StreamDeps| capture.may_use(timeline, deps);
-        let shared = self.ranges.free.find_filled(bytes, align, ready);
+        let shared = self.slots.ranges.free.find_filled(bytes, align, ready);
         let rank = |(is_filled, range): (bool, Range)| (!is_filled, range.start);
         let is_own = match (own, shared) {
             (Some(own), Some(shared)) => rank(own) < rank(shared),
             (own, _) => own.is_some(),
         };
         let (_, range) = if is_own { own } else { shared }?;
-        let list =
-            if is_own { self.capture_list(capture, timeline)? } else { &mut self.ranges.free };
+        let list = if is_own {
+            self.capture_list(capture, timeline)?
+        } else {
+            &mut self.slots.ranges.free
+        };
         list.take(range).map(|_| range)
     }
 
@@ -233,8 +210,8 @@ impl State {
         {
             return own.take(range).map(|_| range);
         }
-        let range = tail(&self.ranges.free, &|deps| capture.may_use(timeline, deps))?;
-        self.ranges.free.take(range).map(|_| range)
+        let range = tail(&self.slots.ranges.free, &|deps| capture.may_use(timeline, deps))?;
+        self.slots.ranges.free.take(range).map(|_| range)
     }
 
     /// Frees a range of a stream, whose last work is `own`, and that was allocated in `capture`. If
@@ -256,7 +233,7 @@ impl State {
         };
         match open {
             Some(capture) => self.open_list(capture, timeline).add(range, own),
-            None => self.ranges.free.add(range, own),
+            None => self.slots.ranges.free.add(range, own),
         }
     }
 
@@ -285,24 +262,23 @@ impl State {
         self.add_free(range, timeline, own, capture);
     }
 
-    /// Moves freed blocks whose uses are done to the free ranges. Returns what is to be dropped
-    /// outside the lock.
-    fn collect_pending(&mut self, dedicated: &DedicatedPool) -> Vec<DeferredFree> {
-        self.ranges.collect(false, |bytes| record_collected(dedicated, bytes))
-    }
-
     /// Returns the work that freed memory depends on, except for open uses.
     fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
         let captured = self.capture_lists.iter().flat_map(|capture_list| capture_list.free.iter());
         let captured = captured.flat_map(|(_, deps)| deps.iter().cloned());
-        self.ranges.free_work().chain(captured).chain(self.ranges.pending_work()).collect()
+        self.slots
+            .ranges
+            .free_work()
+            .chain(captured)
+            .chain(self.slots.ranges.pending_work())
+            .collect()
     }
 
     /// Returns all work that a launch must follow: everything that touches any of the memory.
     fn all_work(&self) -> Result<Vec<(Arc<Timeline>, u64)>> {
-        self.ranges.check_closed()?;
+        self.slots.ranges.check_closed()?;
         let mut work = self.freed_work();
-        for (&address, live) in &self.blocks {
+        for (&address, live) in &self.slots.blocks {
             work.push((live.owner_stream.clone(), live.owner_stream.open()));
             if let Some(watch) = &live.watch {
                 work.extend(watch.work(address)?);
@@ -311,12 +287,6 @@ impl State {
         work.extend(self.launches.iter().cloned());
         Ok(work)
     }
-}
-
-/// Accounts a freed block as free memory of graphs.
-fn record_collected(dedicated: &DedicatedPool, bytes: u64) {
-    dedicated.slot_pool_collected(bytes);
-    dedicated.update_usage(|usage| usage.free_of_graphs += bytes);
 }
 
 impl GraphMemory {
@@ -421,33 +391,33 @@ impl GraphMemory {
         let (Grid { base, slot }, timeline) = (self.grid(), stream.timeline());
         let (first, count, slots, tail) = {
             let mut state = self.state();
-            let next = state.ranges.next_slot();
+            let next = state.slots.ranges.next_slot();
             let tail =
                 state.take_tail(capture, timeline, base + next * slot, request.alignment(), bytes);
             let (first, count) = match tail {
                 Some(tail) => (next, (bytes - tail.len).div_ceil(slot)),
                 None => {
                     let count = bytes.div_ceil(slot);
-                    (state.ranges.find_gap(count), count)
+                    (state.slots.ranges.find_gap(count), count)
                 }
             };
             if (first + count) * slot > span.bytes {
                 state.return_tail(tail, timeline, capture);
                 return Err(MemoryError::TooLarge { requested: bytes, limit: span.bytes });
             }
-            (first, count, state.ranges.claim(first, count), tail)
+            (first, count, state.slots.ranges.claim(first, count), tail)
         };
         match pool.back_slots(span, timeline, request.owner(), &slots, None) {
             Ok(new) => {
                 let (start, end) = (base + first * slot, base + (first + count) * slot);
                 self.record_growth(&[Range { start, len: end - start }], new);
                 let from = tail.map_or(start, |tail| tail.start);
-                let range = self.state().ranges.cut(from, bytes, end);
+                let range = self.state().slots.ranges.cut(from, bytes, end);
                 Ok(range)
             }
             Err(error) => {
                 let mut state = self.state();
-                state.ranges.unclaim(&slots);
+                state.slots.ranges.unclaim(&slots);
                 state.return_tail(tail, timeline, capture);
                 Err(error)
             }
@@ -467,7 +437,7 @@ impl GraphMemory {
         self.record_growth(&[Range { start: span.address, len: segment }], segment);
         let mut state = self.state();
         state.segments.push(span);
-        Ok(state.ranges.cut(start, bytes, end))
+        Ok(state.slots.ranges.cut(start, bytes, end))
     }
 
     /// Accounts memory that was added, of which `new` bytes are from the driver.
@@ -483,7 +453,7 @@ impl GraphMemory {
                 observer.kept_for_graphs(self.device_range(range), self.number);
             }
         }
-        self.state().physical += bytes;
+        self.state().slots.of_graphs += bytes;
     }
 
     fn device_range(&self, range: Range) -> DeviceRange {
@@ -514,9 +484,9 @@ impl GraphMemory {
             let live = Ownership::Live { stream: stream.timeline().noted(), generation };
             dedicated.notify_observer(generation, range.start, range.len, live);
             let owner_stream = timeline.clone();
-            state.blocks.insert(
+            state.slots.blocks.insert(
                 range.start,
-                GraphBlock {
+                SlotBlock {
                     bytes: range.len,
                     requested,
                     tag,
@@ -547,7 +517,8 @@ impl GraphMemory {
         }
         let (over, events) = {
             let mut state = self.state();
-            let over = state.collect_pending(&self.dedicated);
+            let count = |bytes| self.dedicated.slot_pool_collected(BlockKind::Graph, bytes);
+            let over = state.slots.ranges.collect(false, count);
             let events = self.dedicated.completion_events(BlockKind::Graph, &over, Tag::NONE);
             (over, events)
         };
@@ -631,16 +602,17 @@ impl GraphMemory {
                 state.launches.push((on.clone(), epoch));
             }
             let state = &mut *state;
-            let captured = |live: &GraphBlock| {
+            let captured = |live: &SlotBlock| {
                 !live.capture.is_eager()
                     && state.capture_lists.iter().any(|list| list.capture == live.capture)
             };
             // Captured work does not wait for a launch. The launch of its own graph will.
             state
+                .slots
                 .blocks
                 .values()
                 .filter(|live| !captured(live))
-                .for_each(|live| live.record_launch(on, epoch));
+                .for_each(|live| record_launch(live, on, epoch));
             state.launches.extract_if(.., |(other, epoch)| other.is_done(*epoch)).collect()
         };
         on.fence_at_once(epoch)

@@ -10,34 +10,33 @@
 //!   known to be done. If no more memory is available, it waits for that work on the device.
 
 use super::{
-    saved::{self, SavedPiece},
-    settings::{Phase, QUIESCE_POLL},
+    settings::Phase,
+    tagged::{SlotBlock, SlotBlocks, TaggedMemory},
 };
 use crate::{
     Adoption, Block,
     backing::window::Grid,
     base::{
         dependencies::{self, StreamDeps, latest},
-        driver::{check_stream_device, owner_of_freed},
+        driver::check_stream_device,
         pending::DeferredFree,
         released::Released,
         waits::{begin_request, deadline, try_wait, wait_for_epoch},
     },
     block::ReleaseBlock,
-    dedicated::{DedicatedPool, Span, slot_pool::SlotRanges},
+    dedicated::{DedicatedPool, Span, slot_pool::Capture},
     pool_core::PoolCore,
     request::ValidateRequest,
 };
 use aquifer_core::{
-    Action, BLOCK_ALIGN, Event, MemoryError, PoolStats, Request, Result, Tag,
-    event::{BlockKind, EventTicket},
+    Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, event::BlockKind,
 };
 use aquifer_driver::{DeviceRange, Ownership, RawStream};
 use aquifer_heap::Range;
-use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
+use aquifer_stream::{Stream, StreamPool, Timeline};
 use std::{
-    collections::BTreeMap,
     fmt,
+    ops::DerefMut,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Instant,
 };
@@ -49,7 +48,7 @@ pub(crate) struct ParkablePool {
     streams: StreamPool,
     pub(super) tag: Tag,
     pub(super) span: Arc<Span>,
-    state: Mutex<ParkableState>,
+    state: Mutex<SlotBlocks>,
 }
 
 /// Marks a thread that takes memory for blocks. Parking waits until it has finished.
@@ -61,74 +60,10 @@ impl Drop for OperationGuard<'_> {
     }
 }
 
-pub(super) struct ParkableState {
-    pub(super) phase: Phase,
-    /// Live blocks, by address.
-    pub(super) blocks: BTreeMap<u64, LiveBlock>,
-    /// What is in no live block.
-    pub(super) ranges: SlotRanges,
-    /// The contents of the live blocks when they were parked.
-    pub(super) saved: Vec<SavedPiece>,
-    /// Blocks freed while being parked or resumed. They are reported to a validating driver at its
-    /// end.
-    unreported: Vec<(u64, Range)>,
-    /// The number of threads that take memory for blocks or return blocks. Their memory is in none
-    /// of the lists above.
-    operations: u64,
-}
-
-/// A live block, as its allocator sees it.
-pub(super) struct LiveBlock {
-    pub(super) bytes: u64,
-    pub(super) requested: u64,
-    pub(super) owner_stream: Arc<Timeline>,
-    pub(super) generation: u64,
-    /// `None` as soon as its owner drops the block.
-    pub(super) watch: Option<Watch>,
-}
-
 /// Takes back parkable blocks that were dropped.
 struct ParkableRelease(Arc<ParkablePool>);
 
-impl ParkableState {
-    /// Returns an event of each action for each live block, to be sent without the lock.
-    pub(super) fn events(
-        &self,
-        dedicated: &DedicatedPool,
-        tag: Tag,
-        actions: &[Action],
-    ) -> Vec<(EventTicket, Event)> {
-        let of = |(&address, live): (&u64, &LiveBlock)| {
-            let (stream, requested) = (live.owner_stream.number(), live.requested);
-            let event = move |&action: &Action| {
-                dedicated.event(BlockKind::Parkable, action, stream, address, requested, tag)
-            };
-            actions.iter().filter_map(event)
-        };
-        self.blocks.iter().flat_map(of).collect()
-    }
-
-    /// Returns the ranges of the live blocks by address, adjacent ones merged.
-    pub(super) fn live_ranges(&self) -> Vec<Range> {
-        saved::merged(self.blocks.iter().map(|(&start, live)| Range { start, len: live.bytes }))
-    }
-
-    /// Returns whether a live block overlaps a range.
-    pub(super) fn has_live_in(&self, range: Range) -> bool {
-        let below = self.blocks.range(..range.end()).next_back();
-        below.is_some_and(|(start, live)| start + live.bytes > range.start)
-    }
-
-    /// Moves freed blocks whose uses are done to the free ranges. With `all`, the host has seen all
-    /// uses done. Returns what is to be dropped outside the lock.
-    pub(super) fn collect_pending(
-        &mut self,
-        dedicated: &DedicatedPool,
-        all: bool,
-    ) -> Vec<DeferredFree> {
-        self.ranges.collect(all, |bytes| dedicated.slot_pool_collected(bytes))
-    }
-
+impl SlotBlocks {
     /// Returns where `bytes` fit with the fewest slots without memory: the first such slot, their
     /// number, and the free range before it that also becomes part of the block.
     fn growth_slots(
@@ -156,34 +91,6 @@ impl ParkableState {
         }
         (self.ranges.find_gap(count), count, None)
     }
-
-    /// Refuses uses of all blocks, unless one is open. Returns the work that may be queued for
-    /// them.
-    fn quiesce_blocks(&self, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>> {
-        self.ranges.check_closed()?;
-        let mut work = Vec::new();
-        for (&address, live) in &self.blocks {
-            // A block being dropped would be counted in `operations`, which is 0.
-            let Some(watch) = &live.watch else { continue };
-            work.extend(watch.park(address, tag)?);
-            work.push((live.owner_stream.clone(), live.owner_stream.open()));
-        }
-        Ok(work)
-    }
-
-    /// Allows uses again.
-    pub(super) fn make_resident(&mut self, dedicated: &DedicatedPool) {
-        self.report_pending(dedicated);
-        self.phase = Phase::Resident;
-        self.blocks.values().filter_map(|live| live.watch.as_ref()).for_each(Watch::resume);
-    }
-
-    /// Reports to a validating driver the blocks that were freed while being parked or resumed.
-    pub(super) fn report_pending(&mut self, dedicated: &DedicatedPool) {
-        for (generation, range) in std::mem::take(&mut self.unreported) {
-            dedicated.notify_observer(generation, range.start, range.len, Ownership::Free);
-        }
-    }
 }
 
 impl ParkablePool {
@@ -191,34 +98,16 @@ impl ParkablePool {
         let dedicated = pool.dedicated.clone();
         let bytes = pool.info.memory.saturating_mul(2).next_multiple_of(slot);
         let span = dedicated.reserve_span(BlockKind::Parkable, bytes, slot, 0)?;
-        let state = ParkableState {
-            phase: Phase::Resident,
-            blocks: BTreeMap::new(),
-            ranges: SlotRanges::default(),
-            saved: Vec::new(),
-            unreported: Vec::new(),
-            operations: 0,
-        };
         let (pool, streams) = (Arc::downgrade(pool), pool.streams().clone());
-        Ok(Arc::new(Self { pool, dedicated, streams, tag, span, state: Mutex::new(state) }))
+        Ok(Arc::new(Self { pool, dedicated, streams, tag, span, state: Mutex::default() }))
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, ParkableState> {
+    pub(super) fn state(&self) -> MutexGuard<'_, SlotBlocks> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn grid(&self) -> Grid {
         self.span.grid()
-    }
-
-    /// Returns an error unless the tag is resident.
-    fn check_resident(&self, state: &ParkableState) -> Result<()> {
-        match state.phase {
-            Phase::Resident => Ok(()),
-            Phase::Parking | Phase::Parked | Phase::Resuming => {
-                Err(MemoryError::Parked { tag: self.tag })
-            }
-        }
     }
 
     /// Allocates a block for work that is queued on `stream` from now on.
@@ -280,7 +169,7 @@ impl ParkablePool {
         ready: impl Fn(&StreamDeps) -> bool,
     ) -> Result<Option<(Range, StreamDeps)>> {
         let mut state = self.state();
-        self.check_resident(&state)?;
+        state.check_resident(self.tag)?;
         let range = state.ranges.free.find(bytes, request.alignment(), None, ready);
         Ok(range.and_then(|range| Some((range, state.ranges.free.take(range)?))))
     }
@@ -326,7 +215,7 @@ impl ParkablePool {
         let Grid { base, slot } = self.grid();
         let (first, count, slots, tail) = {
             let mut state = self.state();
-            self.check_resident(&state)?;
+            state.check_resident(self.tag)?;
             let (first, count, tail) = state.growth_slots(self.grid(), bytes, align, ready);
             let limit = self.span.bytes;
             if (first + count) * slot > limit {
@@ -376,17 +265,19 @@ impl ParkablePool {
         let generation = block.generation();
         let entered = {
             let mut state = self.state();
-            let resident = self.check_resident(&state);
+            let resident = state.check_resident(self.tag);
             if resident.is_ok() {
                 dedicated.slot_pool_allocated(range.len, requested, tag);
                 let live = Ownership::Live { stream: stream.timeline().noted(), generation };
                 dedicated.notify_observer(generation, range.start, range.len, live);
                 let owner_stream = timeline.clone();
-                let live_block = LiveBlock {
+                let live_block = SlotBlock {
                     bytes: range.len,
                     requested,
+                    tag,
                     owner_stream,
                     generation,
+                    capture: Capture::UNANNOUNCED,
                     watch: Some(watch),
                 };
                 state.blocks.insert(range.start, live_block);
@@ -419,12 +310,13 @@ impl ParkablePool {
         }
         let (over, events) = {
             let mut state = self.state();
-            let over = state.collect_pending(&self.dedicated, false);
+            let count = |bytes| self.dedicated.slot_pool_collected(BlockKind::Parkable, bytes);
+            let over = state.ranges.collect(false, count);
             let events = self.dedicated.completion_events(BlockKind::Parkable, &over, self.tag);
             (over, events)
         };
         self.dedicated.send(events);
-        self.complete(over);
+        self.dedicated.complete(over);
         Ok(())
     }
 
@@ -432,57 +324,6 @@ impl ParkablePool {
     pub(crate) fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
         let state = self.state();
         state.ranges.free_work().chain(state.ranges.pending_work()).collect()
-    }
-
-    /// Drops what was kept until blocks are free.
-    pub(super) fn complete(&self, over: Vec<DeferredFree>) {
-        for DeferredFree { until_free, .. } in over {
-            if until_free.is_some() {
-                drop(until_free);
-                self.dedicated.count_completion();
-            }
-        }
-    }
-
-    /// Refuses new blocks and every use of existing ones from now on. Returns the work that must be
-    /// over before nothing uses the tag's memory any more. While other threads take memory for
-    /// blocks, waits until the deadline.
-    ///
-    /// # Errors
-    /// [`MemoryError::Parked`]; [`MemoryError::Busy`] if a use is open; [`MemoryError::TimedOut`].
-    /// In each case nothing has changed.
-    pub(super) fn quiesce(&self, until: Option<Instant>) -> Result<Vec<(Arc<Timeline>, u64)>> {
-        {
-            let mut state = self.state();
-            self.check_resident(&state)?;
-            state.phase = Phase::Parking;
-        }
-        let quiesce = loop {
-            let state = self.state();
-            if state.operations == 0 {
-                break state.quiesce_blocks(self.tag);
-            }
-            drop(state);
-            if until.is_some_and(|until| Instant::now() >= until) {
-                break Err(MemoryError::TimedOut);
-            }
-            std::thread::sleep(QUIESCE_POLL);
-        };
-        match quiesce {
-            Ok(mut work) => {
-                work.extend(self.freed_work());
-                Ok(latest(work))
-            }
-            Err(error) => {
-                self.reopen();
-                Err(error)
-            }
-        }
-    }
-
-    /// Allows uses again.
-    pub(super) fn reopen(&self) {
-        self.state().make_resident(&self.dedicated);
     }
 
     /// Returns whether uses are refused.
@@ -523,12 +364,7 @@ impl ParkablePool {
 
     /// Returns the live blocks by address, with their requested sizes and their streams.
     pub(super) fn live_blocks(&self) -> Vec<(DeviceRange, RawStream)> {
-        let device = self.dedicated.device;
-        let block = |(&address, live): (&u64, &LiveBlock)| {
-            let range = DeviceRange { device, address, bytes: live.requested };
-            (range, live.owner_stream.raw())
-        };
-        self.state().blocks.iter().map(block).collect()
+        self.state().list(&self.dedicated)
     }
 
     /// Returns its statistics.
@@ -538,8 +374,7 @@ impl ParkablePool {
         let state = self.state();
         stats.blocks = state.blocks.len() as u64;
         if state.phase.has_memory() {
-            stats.live = state.blocks.values().map(|live| live.bytes).sum();
-            stats.requested = state.blocks.values().map(|live| live.requested).sum();
+            (stats.live, stats.requested) = state.live();
             stats.cached = state.ranges.free.bytes();
             stats.pending = state.ranges.pending_bytes();
         }
@@ -551,33 +386,17 @@ impl ParkablePool {
     /// Takes back a block that its owner has dropped.
     fn deallocate(&self, block: DeferredFree) {
         let range = Range { start: block.address, len: block.bytes };
-        let users = block.users();
         let stream = block.timeline.number();
         block.work.fence_at_once();
         let (over, pieces, events) = {
             let mut state = self.state();
-            // A block that was never handed out is not in the list. Its maker still owns the range.
-            let Some(live) = state.blocks.remove(&block.address) else { return };
-            state.operations -= 1;
+            let Some((live, pieces)) = state.take_back(&self.dedicated, &block) else { return };
             let there = state.phase.has_memory();
-            let (bytes, requested) = if there { (range.len, live.requested) } else { (0, 0) };
-            self.dedicated.slot_pool_freed(bytes, requested, self.tag);
-            let mut pieces = Vec::new();
-            match state.phase {
-                Phase::Resident => {
-                    let owner = owner_of_freed(&users);
-                    self.dedicated.notify_observer(block.generation, range.start, range.len, owner);
-                }
-                Phase::Parking | Phase::Resuming => {
-                    state.unreported.push((block.generation, range));
-                }
-                Phase::Parked => pieces = state.drop_saved(range),
-            }
             let over = if !there {
                 state.ranges.free.add(range, StreamDeps::new());
                 Some(block)
             } else if block.work.uses.is_empty() && state.phase == Phase::Resident {
-                self.dedicated.slot_pool_collected(range.len);
+                self.dedicated.slot_pool_collected(BlockKind::Parkable, range.len);
                 state.ranges.free.add(range, block.work.own.clone());
                 Some(block)
             } else {
@@ -606,33 +425,39 @@ impl ParkablePool {
     }
 }
 
-impl ParkableState {
-    /// Removes the saved contents of a freed range, unless they share a piece with those of a live
-    /// block.
-    fn drop_saved(&mut self, range: Range) -> Vec<SavedPiece> {
-        let saved = std::mem::take(&mut self.saved);
-        let (kept, over) = saved.into_iter().partition(|piece| {
-            !piece.touches(range) || piece.ranges().any(|r| self.has_live_in(r))
-        });
-        self.saved = kept;
-        over
-    }
-}
-
 impl ReleaseBlock for ParkableRelease {
     fn before_release(&self, address: u64) {
-        // Taken before the block's uses are taken, which invalidates the watch.
-        let mut state = self.0.state();
-        if let Some(live) = state.blocks.get_mut(&address)
-            && let Some(watch) = live.watch.take()
-        {
-            watch.resume();
-            state.operations += 1;
-        }
+        self.0.state().begin_release(address);
     }
 
     fn release(&self, block: DeferredFree) {
         self.0.deallocate(block);
+    }
+}
+
+impl TaggedMemory for ParkablePool {
+    fn tag(&self) -> Tag {
+        self.tag
+    }
+
+    fn kind(&self) -> BlockKind {
+        BlockKind::Parkable
+    }
+
+    fn dedicated(&self) -> &DedicatedPool {
+        &self.dedicated
+    }
+
+    fn span(&self) -> Result<&Arc<Span>> {
+        Ok(&self.span)
+    }
+
+    fn slots(&self) -> Box<dyn DerefMut<Target = SlotBlocks> + '_> {
+        Box::new(self.state())
+    }
+
+    fn queued_work(&self) -> Vec<(Arc<Timeline>, u64)> {
+        self.freed_work()
     }
 }
 
@@ -641,7 +466,9 @@ impl Drop for ParkablePool {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         // No block is live, but work on freed ones may still use the free ranges.
         let mut work: Vec<_> = state.ranges.free_work().collect();
-        let mut left = state.ranges.end(|bytes| self.dedicated.slot_pool_collected(bytes));
+        let mut left = state
+            .ranges
+            .end(|bytes| self.dedicated.slot_pool_collected(BlockKind::Parkable, bytes));
         work.extend(left.work.own.drain(..));
         left.work.own = latest(work).into();
         self.dedicated.slot_pool_retired(self.span.charged_bytes());

@@ -61,8 +61,8 @@ impl GraphMemory {
     fn state_with_uncaptured(&self) -> Option<MutexGuard<'_, State>> {
         let may = self.span.is_some() && !self.retains_free.load(Ordering::Relaxed);
         let state = may.then(|| self.state())?;
-        let has = state.ranges.claimed.len() > state.captured.len();
-        (has && state.phase == Phase::Resident).then_some(state)
+        let has = state.slots.ranges.claimed.len() > state.captured.len();
+        (has && state.slots.phase == Phase::Resident).then_some(state)
     }
 
     /// Returns the bytes of the slots that contain no live block and that no captured work has
@@ -75,7 +75,7 @@ impl GraphMemory {
     /// Returns the work after which slots that no captured work has used could be given back.
     fn uncaptured_work(&self) -> Vec<(Arc<Timeline>, u64)> {
         let Some(state) = self.state_with_uncaptured() else { return Vec::new() };
-        let (ranges, grid) = (&state.ranges, self.grid());
+        let (ranges, grid) = (&state.slots.ranges, self.grid());
         let is_uncaptured =
             |range: Range| grid.slots_within(range).any(|slot| !state.captured.contains(&slot));
         let free = ranges.free.iter().filter(|(range, _)| is_uncaptured(*range));
@@ -111,7 +111,7 @@ impl GraphMemory {
         let most = usize::try_from(wanted.div_ceil(grid.slot)).unwrap_or(usize::MAX);
         let highest = &slots[slots.len().saturating_sub(most)..];
         let bytes = highest.len() as u64 * grid.slot;
-        state.physical -= bytes;
+        state.slots.of_graphs -= bytes;
         self.dedicated.update_usage(|usage| {
             usage.graphs -= bytes;
             usage.free_of_graphs -= bytes;
@@ -123,13 +123,13 @@ impl GraphMemory {
             }
         }
         // All of them: the lock is held since they were found free, with their work done.
-        !self.dedicated.retire_free_slots(&mut state.ranges, span, highest).is_empty()
+        !self.dedicated.retire_free_slots(&mut state.slots.ranges, span, highest).is_empty()
     }
 }
 
 impl State {
     /// An iterator over the slots that are wholly free and that no captured work has used.
     fn uncaptured_slots(&self, grid: Grid) -> impl Iterator<Item = (u64, &StreamDeps)> {
-        self.ranges.empty_slots(grid).filter(|(slot, _)| !self.captured.contains(slot))
+        self.slots.ranges.empty_slots(grid).filter(|(slot, _)| !self.captured.contains(slot))
     }
 }

@@ -1,6 +1,6 @@
 //! Blocks at given addresses, for callers that bring the memory of graphs back to an earlier state.
 
-use super::{Capture, GraphBlock, GraphMemory, Range};
+use super::{Capture, GraphMemory, Range};
 use crate::{
     Block, Request,
     base::{dependencies::StreamDeps, driver::check_stream_device},
@@ -19,13 +19,7 @@ fn common(one: Range, other: Range) -> Option<Range> {
 impl GraphMemory {
     /// Returns the live blocks by address, with their requested sizes and their streams.
     pub(in crate::graphs) fn live_blocks(&self) -> Vec<(DeviceRange, RawStream)> {
-        let state = self.state();
-        let block = |(&address, live): (&u64, &GraphBlock)| {
-            let range =
-                DeviceRange { device: self.dedicated.device, address, bytes: live.requested };
-            (range, live.owner_stream.raw())
-        };
-        state.blocks.iter().map(block).collect()
+        self.state().slots.list(&self.dedicated)
     }
 
     /// Allocates a block at `address` for a valid request, for work of `stream` that is not
@@ -47,7 +41,7 @@ impl GraphMemory {
         if !address.is_multiple_of(request.alignment()) {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
-        let take = || self.state().ranges.free.take(range);
+        let take = || self.state().slots.ranges.free.take(range);
         let deps = take().or_else(|| {
             self.poll_fences();
             take()
@@ -60,7 +54,7 @@ impl GraphMemory {
             deps.iter().try_for_each(|(other, epoch)| timeline.wait_for(other, *epoch).map(drop));
         ordered
             .and_then(|()| self.make_eager_block(stream, range, &request, Capture::UNANNOUNCED))
-            .inspect_err(|_| self.state().ranges.free.add(range, deps))
+            .inspect_err(|_| self.state().slots.ranges.free.add(range, deps))
     }
 
     /// Takes a range of which some slots have been given back to the driver, and adds memory to
@@ -74,7 +68,7 @@ impl GraphMemory {
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
         let grid = self.grid();
         let (missing, taken) = {
-            let ranges = &mut self.state().ranges;
+            let ranges = &mut self.state().slots.ranges;
             let slots = grid.slots(range);
             let missing: Vec<u64> = slots.filter(|slot| !ranges.claimed.contains(slot)).collect();
             let free = ranges.free.iter().filter_map(|(free, _)| common(free, range));
@@ -93,7 +87,7 @@ impl GraphMemory {
             let added: Vec<Range> = missing.iter().map(|&slot| grid.slot_range(slot)).collect();
             self.record_growth(&added, new);
         }
-        let ranges = &mut self.state().ranges;
+        let ranges = &mut self.state().slots.ranges;
         taken.into_iter().for_each(|(part, deps)| ranges.free.add(part, deps));
         if let Err(error) = backed {
             ranges.unclaim(&missing);
@@ -124,7 +118,7 @@ impl GraphMemory {
         let (bytes, align) = (request.size().next_multiple_of(BLOCK_ALIGN), request.alignment());
         let capture = Capture::UNANNOUNCED;
         let taken = {
-            let free = &mut self.state().ranges.free;
+            let free = &mut self.state().slots.ranges.free;
             let ready = |deps: &StreamDeps| capture.may_use(timeline, deps);
             let found = free.find_filled(bytes, align, ready);
             let found = found.or_else(|| free.find_filled(bytes, align, |_| true));
@@ -135,7 +129,7 @@ impl GraphMemory {
             deps.iter().try_for_each(|(other, epoch)| timeline.wait_for(other, *epoch).map(drop));
         ordered
             .and_then(|()| self.make_eager_block(stream, range, &request, capture))
-            .inspect_err(|_| self.state().ranges.free.add(range, deps))
+            .inspect_err(|_| self.state().slots.ranges.free.add(range, deps))
             .map(Some)
     }
 

@@ -1,11 +1,10 @@
 //! Freed blocks of graph memory, and the end of the memory.
 
-use super::{GraphMemory, Range, record_collected};
+use super::{GraphMemory, Range};
 use crate::{
     backing::handle::Handle,
     base::{
         dependencies::{StreamDeps, latest},
-        driver::owner_of_freed,
         pending::{DeferredFree, PartsWork},
     },
     block::ReleaseBlock,
@@ -17,12 +16,7 @@ use std::sync::{Arc, PoisonError};
 
 impl ReleaseBlock for GraphMemory {
     fn before_release(&self, address: u64) {
-        // Cleared before the block's uses are taken, which invalidates the watch.
-        let watch = self.state().blocks.get_mut(&address).and_then(|live| live.watch.take());
-        if let Some(watch) = watch {
-            // Of parked memory. The block's uses can be taken again.
-            watch.resume();
-        }
+        self.state().slots.begin_release(address);
     }
 
     /// None of memory that is parked with a tag: its handles change.
@@ -35,27 +29,13 @@ impl ReleaseBlock for GraphMemory {
 
     fn release(&self, block: DeferredFree) {
         let range = Range { start: block.address, len: block.bytes };
-        let users = block.users();
         let stream = block.timeline.number();
         block.work.fence_at_once();
-        let owner = owner_of_freed(&users);
         let (over, pieces, events) = {
             let mut state = self.state();
-            let Some(live) = state.blocks.remove(&block.address) else { return };
-            let phase = state.phase;
-            let (bytes, requested) =
-                if phase.has_memory() { (range.len, live.requested) } else { (0, 0) };
-            self.dedicated.slot_pool_freed(bytes, requested, live.tag);
-            let mut pieces = Vec::new();
-            match phase {
-                Phase::Resident => {
-                    self.dedicated.notify_observer(block.generation, range.start, range.len, owner);
-                }
-                Phase::Parking | Phase::Resuming => {
-                    state.unreported.push((block.generation, range));
-                }
-                Phase::Parked => pieces = state.drop_saved(range),
-            }
+            let taken = state.slots.take_back(&self.dedicated, &block);
+            let Some((live, pieces)) = taken else { return };
+            let phase = state.slots.phase;
             // Made under the lock: as soon as it is released, the range may become another block.
             let (kind, requested, tag) = (BlockKind::Graph, live.requested, live.tag);
             // A parked block was already accounted as freed when it was parked.
@@ -64,15 +44,15 @@ impl ReleaseBlock for GraphMemory {
             });
             let freed = freed.flatten();
             let over = if !phase.has_memory() {
-                state.ranges.free.add(range, StreamDeps::new());
+                state.slots.ranges.free.add(range, StreamDeps::new());
                 Some(block)
-            } else if users.is_empty() && phase == Phase::Resident {
-                record_collected(&self.dedicated, range.len);
+            } else if block.work.uses.is_empty() && phase == Phase::Resident {
+                self.dedicated.slot_pool_collected(BlockKind::Graph, range.len);
                 let own = block.work.own.clone();
                 state.add_free(range, &block.timeline, own, live.capture);
                 Some(block)
             } else {
-                state.ranges.defer(block);
+                state.slots.ranges.defer(block);
                 None
             };
             let completed = freed
@@ -93,11 +73,12 @@ impl Drop for GraphMemory {
         let mut work = state.freed_work();
         work.extend(state.launches);
         let until: StreamDeps = latest(work).into();
-        let mut left = state.ranges.end(|bytes| record_collected(&self.dedicated, bytes));
-        self.dedicated.slot_pool_retired(state.physical);
+        let collected = |bytes| self.dedicated.slot_pool_collected(BlockKind::Graph, bytes);
+        let mut left = state.slots.ranges.end(collected);
+        self.dedicated.slot_pool_retired(state.slots.of_graphs);
         self.dedicated.update_usage(|usage| {
-            usage.graphs -= state.physical;
-            usage.free_of_graphs -= state.physical;
+            usage.graphs -= state.slots.of_graphs;
+            usage.free_of_graphs -= state.slots.of_graphs;
         });
         for span in self.span.iter().chain(&state.segments) {
             if self.dedicated.driver.observer().is_some() {

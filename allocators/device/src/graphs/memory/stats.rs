@@ -8,14 +8,13 @@ impl GraphMemory {
     pub(in crate::graphs) fn stats(&self) -> PoolStats {
         let state = self.state();
         let mut stats = PoolStats::default();
-        stats.blocks = state.blocks.len() as u64;
-        if !state.phase.has_memory() {
+        stats.blocks = state.slots.blocks.len() as u64;
+        if !state.slots.phase.has_memory() {
             return stats;
         }
-        (stats.physical, stats.graphs) = (state.physical, state.physical);
-        stats.live = state.blocks.values().map(|live| live.bytes).sum();
-        stats.requested = state.blocks.values().map(|live| live.requested).sum();
-        stats.pending = state.ranges.pending_bytes();
+        (stats.physical, stats.graphs) = (state.slots.of_graphs, state.slots.of_graphs);
+        (stats.live, stats.requested) = state.slots.live();
+        stats.pending = state.slots.ranges.pending_bytes();
         stats.cached = stats.physical - stats.live - stats.pending;
         stats
     }
