@@ -4,8 +4,7 @@ use crate::{
     backing::handle::Handle,
     base::{
         driver::check_stream_device,
-        extent::{BlockExtent, BlockMeta, PackedRequest, UntilFree},
-        lazy_box::LazyBox,
+        extent::{BlockExtent, BlockMeta, LazyBox, PackedRequest, UntilFree},
         pending::{DeferredFree, PendingWork},
     },
     stream_cache::{BlockToken, CacheRef},

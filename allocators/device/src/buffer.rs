@@ -1,11 +1,9 @@
 //! Typed device memory.
 
 mod adopted;
-mod declined;
 mod slice;
 
 pub use adopted::Adopted;
-pub use declined::Declined;
 pub use slice::{Chunks, ChunksMut, DeviceSlice, DeviceSliceMut};
 
 use crate::{Block, Request, Resource};
@@ -14,7 +12,7 @@ use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStr
 use aquifer_stream::{Account, Stream, TrackUses};
 use bytemuck::Pod;
 use slice::BlockPart;
-use std::{fmt, marker::PhantomData, ops::Range};
+use std::{error, fmt, marker::PhantomData, ops::Range};
 
 /// A block of `len` elements of `T`. They are freed with it.
 ///
@@ -331,5 +329,35 @@ impl<T> Typed for DeviceBuffer<T> {
     type Item = T;
     fn len(&self) -> usize {
         self.len
+    }
+}
+
+/// A value that could not be adopted or returned, with the error.
+///
+/// See [`Adopted`](crate::Adopted) for an example.
+pub struct Declined<V> {
+    /// The value that was handed in.
+    pub value: V,
+    /// The reason.
+    pub error: MemoryError,
+}
+
+impl<V> fmt::Debug for Declined<V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl<V> fmt::Display for Declined<V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<V> error::Error for Declined<V> {}
+
+impl<V> From<Declined<V>> for MemoryError {
+    fn from(declined: Declined<V>) -> Self {
+        declined.error
     }
 }

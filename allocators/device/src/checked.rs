@@ -37,14 +37,12 @@ pub use settings::{Debugging, FindingHook};
 use crate::{
     Block, DeviceBuffer, Request,
     base::{
-        driver::notify_observer,
-        errors::is_shortage,
+        addresses::FreedAddresses,
+        driver::{is_shortage, notify_observer},
         extent::{PackedRequest, UntilFree},
-        freed_addresses::FreedAddresses,
-        live_blocks::LiveBlockList,
         pending::{DeferredFree, PendingUses, PendingWork},
-        reclaim_cost::reclaim_cost,
-        record::{BlockRecord, stream_of},
+        record::{BlockRecord, LiveBlockList, stream_of},
+        released::reclaim_cost,
         usage::LiveUsage,
         waits::{deadline, has_passed},
     },

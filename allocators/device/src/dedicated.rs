@@ -20,7 +20,6 @@
 
 mod release;
 pub(crate) mod slot_pool;
-mod slot_usage;
 mod span;
 
 pub(crate) use release::SpanRelease;
@@ -32,8 +31,7 @@ use crate::{
     backing::handle::{Funds, Handle, HandleError, HeldBytes},
     base::{
         driver::notify_observer,
-        released::Released,
-        stranded::release_or_strand,
+        released::{Released, release_or_strand},
         usage::{LiveUsage, TagHoldings},
         waits::{has_passed, try_wait, wait_for_epoch},
     },

@@ -7,12 +7,11 @@
 use crate::{
     Block, Request,
     base::{
-        driver::{check_stream_device, notify_observer, owner_of_freed},
-        errors::is_shortage,
+        addresses::FreedAddresses,
+        driver::{check_stream_device, is_shortage, notify_observer, owner_of_freed},
         extent::PackedRequest,
-        freed_addresses::FreedAddresses,
         pending::{DeferredFree, PendingUses},
-        stranded::release_or_strand,
+        released::release_or_strand,
         usage::{LiveUsage, TagHoldings},
     },
     block::{DriverBlock, ReleaseBlock},

@@ -74,7 +74,6 @@
 mod announcement;
 mod graph;
 mod memory;
-mod range_release;
 
 pub use announcement::Announced;
 pub use graph::{Captured, Graph};

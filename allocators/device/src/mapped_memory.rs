@@ -69,7 +69,7 @@ use crate::{
         slots::Slots,
         window::Grid,
     },
-    base::{policy_params::policy, reclaim_cost::reclaim_cost},
+    base::{policy_params::policy, released::reclaim_cost},
 };
 use aquifer_core::{
     Budget, DeviceId, MemoryError, Result,

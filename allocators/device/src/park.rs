@@ -64,9 +64,9 @@ pub use tagged::{PendingPark, PendingResume};
 use crate::{
     Block, DeviceBuffer, DevicePool, Request,
     base::{
+        lists::WeakList,
         released::Released,
         waits::{begin_request, deadline},
-        weak_list::WeakList,
     },
     limits::LiveLimit,
     pool_core::{PoolCore, PoolHook},

@@ -74,9 +74,8 @@
 
 use crate::{
     base::{
-        live_bytes::LiveBytes,
         part_bounds::{LimitReserve, PartBounds, SLACK},
-        usage::JointPeak,
+        usage::{JointPeak, LiveBytes},
     },
     stream_cache::{CacheLock, CacheState, StreamCache},
 };

@@ -12,10 +12,7 @@
 //!          caches of the pool
 //! ```
 
-mod bindings;
-mod leftovers;
 mod memory;
-mod release;
 #[cfg(test)]
 mod tests;
 

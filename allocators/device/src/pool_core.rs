@@ -13,9 +13,9 @@ mod stats;
 use crate::{
     Adoption, Block, PoolConfig, Request,
     base::{
-        address_directory::{AddressDirectory, DIRECT_CACHES},
-        append_list::AppendList,
-        live_blocks::{CommittedBytes, LiveBlockList},
+        addresses::{AddressDirectory, DIRECT_CACHES},
+        lists::AppendList,
+        record::{CommittedBytes, LiveBlockList},
         released::Released,
         usage::LiveUsage,
     },

@@ -52,10 +52,8 @@ mod unsettled;
 use crate::{
     BLOCK_ALIGN, Request,
     base::{
-        address_directory::AddressDirectory,
-        address_map::AddressMap,
-        extent::{BlockExtent, BlockMeta, PackedRequest, UntilFree},
-        lazy_box::LazyBox,
+        addresses::{AddressDirectory, AddressMap},
+        extent::{BlockExtent, BlockMeta, LazyBox, PackedRequest, UntilFree},
         part_bounds::{LimitReserve, PartBounds},
         usage::TagHoldings,
     },

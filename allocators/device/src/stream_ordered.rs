@@ -5,7 +5,7 @@ use crate::{
     Block,
     base::{
         pending::{DeferredFree, PendingUses},
-        reclaim_cost::reclaim_cost,
+        released::reclaim_cost,
     },
     driver_alloc::{DriverAllocator, DriverSource},
 };

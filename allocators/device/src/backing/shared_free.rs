@@ -9,7 +9,7 @@
 //! merged range has the dependencies of both parts.
 
 use super::window::Grid;
-use crate::base::dependencies::{StreamDeps, merge_deps};
+use crate::base::pending::{StreamDeps, merge_deps};
 use aquifer_heap::Range;
 
 /// The free ranges by address. None touches the next.

@@ -5,7 +5,7 @@
 //! Unclaimed slots are in no cache. Nothing here calls the driver.
 
 use super::handle::Handle;
-use crate::base::dependencies::{StreamDeps, is_done};
+use crate::base::pending::{StreamDeps, is_done};
 use std::{collections::BTreeMap, iter, sync::Arc};
 
 /// The table of one address range. Slots are counted from its start.

@@ -14,7 +14,7 @@
 //! The number of missing slots changes only where the window's start or end crosses a border. So it
 //! is enough to try the windows that start or end at one.
 
-use crate::base::merged::merged;
+use crate::base::lists::merged;
 use aquifer_core::scratch::{Bump, List, list};
 use aquifer_heap::Range;
 

@@ -1,4 +1,4 @@
-//! Checks of streams against a device, and reports to a driver's observer.
+//! Checks of streams against a device, reports to a driver's observer, and kinds of errors.
 
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, RawStream, same_machine};
@@ -38,5 +38,14 @@ pub(crate) fn notify_observer(
         && let Some(observer) = driver.observer()
     {
         observer.block(BlockNote { range, owner });
+    }
+}
+
+/// Returns whether released memory could resolve the error.
+pub(crate) fn is_shortage(error: &MemoryError) -> bool {
+    match error {
+        MemoryError::OutOfBudget(_) | MemoryError::OutOfMemory(_) => true,
+        MemoryError::Driver(error) => error.is_out_of_memory(),
+        _ => false,
     }
 }

@@ -1,6 +1,6 @@
 //! How far the live bytes of a part of a pool may rise: see [`crate::peaks`].
 
-use super::live_bytes::LiveBytes;
+use super::usage::LiveBytes;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// By how many bytes the sum of the limits may exceed the known peak for each part in use.

@@ -1,8 +1,19 @@
-//! Records of blocks, for debugging.
+//! What is known about blocks: their records, and the list of those that bypass the checks.
 
 use aquifer_core::{Bytes, Tag};
+use aquifer_driver::site;
 use aquifer_stream::Timeline;
-use std::{backtrace::Backtrace, env, fmt, panic::Location, sync::Arc, time::Instant};
+use std::{
+    backtrace::Backtrace,
+    collections::BTreeMap,
+    env, fmt,
+    panic::Location,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
 
 /// The debugging record of a block.
 ///
@@ -144,6 +155,98 @@ pub(crate) fn stream_of(stream: &Timeline) -> u64 {
     stream.id().unwrap_or_else(|| u64::from(stream.number()))
 }
 
+/// Addresses of which a part is committed.
+pub(crate) trait CommittedBytes: Send + Sync {
+    /// Returns the committed bytes.
+    fn committed_bytes(&self) -> u64;
+}
+
+/// The live blocks of a pool that bypass its checks: stable and reserved memory, memory of graphs
+/// and parkable memory. Numbers all blocks of the pool.
+#[derive(Default)]
+pub(crate) struct LiveBlockList {
+    numbers: AtomicU64,
+    backtraces: bool,
+    live: Mutex<BTreeMap<u64, UncheckedBlock>>,
+}
+
+/// A block that bypasses the checks.
+struct UncheckedBlock {
+    record: BlockRecord,
+    /// For reserved memory, what is committed.
+    committed: Option<Weak<dyn CommittedBytes>>,
+}
+
+/// Removes its block from the listing when it is dropped.
+pub(crate) struct LiveBlockEntry {
+    listing: Arc<LiveBlockList>,
+    number: u64,
+}
+
+impl Drop for LiveBlockEntry {
+    fn drop(&mut self) {
+        self.listing.live().remove(&self.number);
+    }
+}
+
+impl LiveBlockList {
+    pub(crate) fn new(backtraces: bool) -> Self {
+        Self { backtraces, ..Self::default() }
+    }
+
+    fn live(&self) -> MutexGuard<'_, BTreeMap<u64, UncheckedBlock>> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the number of the next block.
+    pub(crate) fn number(&self) -> u64 {
+        self.numbers.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Lists a block of `bytes`, or of the committed bytes, until the returned value is dropped.
+    #[track_caller]
+    pub(crate) fn list(
+        self: &Arc<Self>,
+        (address, bytes): (u64, u64),
+        tag: Tag,
+        owner_stream: &Timeline,
+        committed: Option<Arc<dyn CommittedBytes>>,
+    ) -> LiveBlockEntry {
+        let number = self.number();
+        let record = BlockRecord {
+            address,
+            bytes,
+            tag,
+            number,
+            stream: stream_of(owner_stream),
+            of_pool: owner_stream.number(),
+            born: Instant::now(),
+            allocated_at: site::current(),
+            freed_at: None,
+            allocated_by: self.backtraces.then(|| Arc::new(Backtrace::force_capture())),
+            freed_by: None,
+        };
+        let committed = committed.as_ref().map(Arc::downgrade);
+        self.live().insert(number, UncheckedBlock { record, committed });
+        LiveBlockEntry { listing: self.clone(), number }
+    }
+
+    /// Returns the live blocks. Reserved memory counts with its committed bytes, and is left out if
+    /// it has none.
+    pub(crate) fn records(&self) -> Vec<BlockRecord> {
+        let live = self.live();
+        let records = live.values().filter_map(|block| {
+            let committed = block.committed.as_ref().map(Weak::upgrade);
+            let bytes = match committed {
+                None => block.record.bytes,
+                Some(memory) => memory?.committed_bytes(),
+            };
+            (bytes > 0).then(|| BlockRecord { bytes, ..block.record.clone() })
+        });
+        records.collect()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -160,21 +263,21 @@ mod tests {
     fn a_stack_is_shown_from_the_programs_own_frame_down_to_main() {
         let stack = "   0: std::backtrace_rs::backtrace::trace
              at /rustc/1/library/std/src/backtrace.rs:1:2
-   1: <aquifer_device::checked::CheckedPool as core::fmt::Debug>::allocate
+       1: <aquifer_device::checked::CheckedPool as core::fmt::Debug>::allocate
       aquifer_device::pool::DevicePool::alloc
              at ./src/pool.rs:3:4
-   2: core::ops::function::FnOnce::call_once
-   3: <server::Cache as server::Store>::put
+       2: core::ops::function::FnOnce::call_once
+       3: <server::Cache as server::Store>::put
              at /server/src/cache.rs:5:6
-   4: std::panicking::catch_unwind
-   5: server::main
+       4: std::panicking::catch_unwind
+       5: server::main
              at /server/src/main.rs:7:8
-   6: core::ops::function::FnOnce::call_once
-   7: std::sys::backtrace::__rust_begin_short_backtrace
-   8: main
-   9: __libc_start_main
-  10: _start
-";
+       6: core::ops::function::FnOnce::call_once
+       7: std::sys::backtrace::__rust_begin_short_backtrace
+       8: main
+       9: __libc_start_main
+      10: _start
+    ";
         let expected = "
     <server::Cache as server::Store>::put
       at /server/src/cache.rs:5:6
@@ -184,12 +287,12 @@ mod tests {
         assert_eq!(Written(stack).to_string(), expected);
         let lines_only = "   0: alloc
              at ./allocators/device/src/pool.rs:1:2
-   1: step
+       1: step
              at /server/src/step.rs:3:4
-   2: call_once<server::main, ()>
+       2: call_once<server::main, ()>
              at /rustc/1/library/core/src/ops/function.rs:250:5
-   3: __rust_begin_short_backtrace<fn(), ()>
-";
+       3: __rust_begin_short_backtrace<fn(), ()>
+    ";
         let expected = "\n    step\n      at /server/src/step.rs:3:4";
         assert_eq!(Written(lines_only).to_string(), expected);
         let foreign = "   0: std::backtrace\n   1: aquifer_device::pool";

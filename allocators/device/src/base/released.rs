@@ -1,7 +1,17 @@
-//! The outcome of giving memory back to the driver.
+//! Giving memory back to the driver: its outcome, its cost, what the driver refuses, and values that
+//! are kept until it is done.
 
-use aquifer_core::{MemoryError, Result};
-use std::ops::AddAssign;
+use aquifer_core::{DriverError, MemoryError, Result, budget::StrandedCount};
+use aquifer_driver::{Driver, leftovers};
+use std::{
+    any::Any,
+    ops::AddAssign,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 /// What an attempt to give memory back has released.
 ///
@@ -52,4 +62,64 @@ impl AddAssign for Released {
         self.bytes += other.bytes;
         self.add_refusal(other.refused.map_or(Ok(()), Err));
     }
+}
+
+/// Calls `release` now and, while the driver refuses, at later [sweeps](leftovers::sweep). The
+/// counts that `strand` returns last from a refusal to the next call. `state` is dropped after the
+/// last call. Call it without a lock, since it calls the driver.
+pub(crate) fn release_or_strand<T: Send + 'static>(
+    driver: &Arc<dyn Driver>,
+    mut state: T,
+    release: impl Fn(&mut T) -> Result<(), DriverError> + Send + 'static,
+    strand: impl Fn(&T) -> Vec<StrandedCount> + Send + 'static,
+) {
+    let mut stranded = Vec::new();
+    leftovers::release(driver, move || {
+        stranded.clear();
+        let released = release(&mut state);
+        if released.is_err() {
+            stranded = strand(&state);
+        }
+        released
+    });
+}
+
+/// A value that is kept until the driver reports the release.
+struct Retained {
+    /// Set by the driver's callback.
+    released: Arc<AtomicBool>,
+    value: Box<dyn Any + Send>,
+}
+
+/// For all pools, since what the driver keeps can outlive them.
+static RETAINED: Mutex<Vec<Retained>> = Mutex::new(Vec::new());
+
+fn retained() -> MutexGuard<'static, Vec<Retained>> {
+    RETAINED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Keeps a value until a sweep finds `released` set.
+pub(crate) fn retain(released: &Arc<AtomicBool>, value: Box<dyn Any + Send>) {
+    retained().push(Retained { released: released.clone(), value });
+}
+
+/// Drops the values that the driver has released.
+pub(crate) fn sweep() {
+    let gone: Vec<_> =
+        retained().extract_if(.., |entry| entry.released.load(Ordering::Acquire)).collect();
+    gone.into_iter().for_each(|entry| drop(entry.value));
+}
+
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// Returns the cost of releasing so many bytes in so many pieces and allocating them again.
+pub(crate) fn reclaim_cost(
+    pieces: u64,
+    each: Duration,
+    bytes: u64,
+    each_mib: Duration,
+) -> Duration {
+    let of =
+        |cost: Duration, count: u64| cost.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
+    of(each, pieces).saturating_add(of(each_mib, bytes / MIB))
 }

@@ -6,9 +6,8 @@
 //! - At the end the memory does not enter a cache. It returns to its library, behind all of its
 //!   uses.
 
-use super::Declined;
 use crate::{
-    Block, DeviceBuffer, DeviceSlice, DeviceSliceMut,
+    Block, Declined, DeviceBuffer, DeviceSlice, DeviceSliceMut,
     base::{
         extent::PackedRequest,
         pending::{DeferredFree, PendingUses, PendingWork},

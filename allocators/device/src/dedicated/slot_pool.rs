@@ -7,19 +7,31 @@
 //!                                             │              ▼
 //!                                             └── collected ─ pending, while other streams use it
 //! ```
+//!
+//! In statistics, their memory moves like this. Pending memory is of two kinds: freed blocks that
+//! other streams still use, and retiring slots.
+//!
+//! ```text
+//!   nothing ──backed──▶ cached ──allocated──▶ live
+//!      ▲                 │  ▲                   │
+//!      │                 │  └──collected── pending ◀──freed
+//!      └── unmapped ──── pending ◀──retired
+//! ```
 
 use super::{DedicatedPool, Span};
 use crate::{
     Block,
     backing::{shared_free::SharedFreeList, window::Grid},
     base::{
-        dependencies::{self, StreamDeps},
         extent::{AttachedValue, PackedRequest, UntilFree},
-        pending::{DeferredFree, PartsWork, PendingUses},
+        pending::{self, DeferredFree, PartsWork, PendingUses, StreamDeps},
     },
     block::{DriverBlock, ReleaseBlock},
 };
-use aquifer_core::{MemoryError, Result, Tag};
+use aquifer_core::{
+    Action, MemoryError, Result, Tag,
+    event::{BlockKind, Event, EventTicket},
+};
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
 use std::{collections::BTreeSet, mem, sync::Arc};
@@ -47,7 +59,7 @@ impl Capture {
     /// not captured follows all earlier work of its stream. Captured work runs at any later time,
     /// on any stream.
     pub(crate) fn may_use(self, timeline: &Arc<Timeline>, deps: &StreamDeps) -> bool {
-        dependencies::is_done_except(deps, self.is_eager().then_some(timeline))
+        pending::is_done_except(deps, self.is_eager().then_some(timeline))
     }
 }
 
@@ -212,7 +224,7 @@ impl DedicatedPool {
         span: &Span,
         slots: &[u64],
     ) -> Vec<u64> {
-        let removed = ranges.remove_free_slots(slots, span.grid(), dependencies::is_done);
+        let removed = ranges.remove_free_slots(slots, span.grid(), pending::is_done);
         // Accounted before another thread can unmap them.
         self.slot_pool_retired(removed.len() as u64 * span.slot);
         for &slot in &removed {
@@ -248,5 +260,97 @@ impl DedicatedPool {
         );
         let watch = block.uses.watch(timeline);
         (block, watch)
+    }
+}
+
+impl DedicatedPool {
+    /// Counts slots that get memory: `new` bytes from the driver, and `again` bytes that were
+    /// retiring.
+    pub(crate) fn slot_pool_backed(&self, new: u64, again: u64) {
+        self.update_usage(|a| {
+            a.cached += new + again;
+            a.pending -= again;
+            a.growths += u64::from(new > 0);
+        });
+    }
+
+    /// Counts empty slots that become retiring.
+    pub(crate) fn slot_pool_retired(&self, bytes: u64) {
+        self.update_usage(|a| {
+            a.cached -= bytes;
+            a.pending += bytes;
+        });
+    }
+
+    /// Counts an allocated block.
+    pub(crate) fn slot_pool_allocated(&self, bytes: u64, requested: u64, tag: Tag) {
+        self.update_usage(|a| {
+            a.cached -= bytes;
+            a.record_alloc(bytes, requested, tag);
+            a.by_tag.of_mut(tag).blocks += 1;
+            a.live.add_block();
+        });
+    }
+
+    /// Counts a freed block, whose memory, if any, is pending.
+    pub(crate) fn slot_pool_freed(&self, bytes: u64, requested: u64, tag: Tag) {
+        self.update_usage(|a| {
+            a.record_free(bytes, requested, tag);
+            a.by_tag.of_mut(tag).blocks -= 1;
+            a.live.remove_block();
+        });
+    }
+
+    /// Makes the events of blocks that have become free. Called under the lock under which their
+    /// memory becomes free, so that they precede the events of the next blocks there.
+    pub(crate) fn completion_events(
+        &self,
+        kind: BlockKind,
+        over: &[DeferredFree],
+        tag: Tag,
+    ) -> Vec<(EventTicket, Event)> {
+        let event = |block: &DeferredFree| {
+            let stream = block.timeline.number();
+            self.event(kind, Action::Complete, stream, block.address, block.bytes, tag)
+        };
+        over.iter().filter_map(event).collect()
+    }
+
+    /// Counts pending memory that has become free.
+    pub(crate) fn slot_pool_collected(&self, kind: BlockKind, bytes: u64) {
+        self.update_usage(|a| {
+            a.pending -= bytes;
+            a.cached += bytes;
+            if kind == BlockKind::Graph {
+                a.free_of_graphs += bytes;
+            }
+        });
+    }
+
+    /// Drops what was kept until blocks are free. Called with no lock held.
+    pub(crate) fn complete(&self, over: Vec<DeferredFree>) {
+        for DeferredFree { until_free, .. } in over {
+            if until_free.is_some() {
+                drop(until_free);
+                self.count_completion();
+            }
+        }
+    }
+
+    /// Counts live blocks that lose their memory when they are parked.
+    pub(crate) fn slot_pool_parked(&self, bytes: u64, requested: u64, tag: Tag) {
+        self.update_usage(|a| {
+            a.record_free(bytes, requested, tag);
+            a.pending -= bytes;
+            a.cached += bytes;
+        });
+    }
+
+    /// Counts live blocks that get memory again.
+    pub(crate) fn slot_pool_resumed(&self, bytes: u64, requested: u64, tag: Tag) {
+        self.update_usage(|a| {
+            a.cached -= bytes;
+            a.record_alloc(bytes, requested, tag);
+        });
     }
 }

@@ -8,8 +8,8 @@ use crate::{
     },
     base::{
         extent::UntilFree,
-        live_blocks::CommittedBytes,
         pending::{PartsWork, PendingUses},
+        record::CommittedBytes,
     },
 };
 use aquifer_core::{

@@ -3,7 +3,7 @@
 
 use super::{Announced, GraphPool, memory::GraphMemory};
 use crate::{
-    base::{driver::check_stream_device, retained},
+    base::{driver::check_stream_device, released},
     stream_cache::close::sweep_released,
 };
 use aquifer_core::{DeviceId, MemoryError, Result};
@@ -235,7 +235,7 @@ impl Captured {
         let word = released.clone();
         let driver = self.memory.driver().clone();
         // Registered before the driver can report the release.
-        retained::retain(&released, Box::new(self.memory));
+        released::retain(&released, Box::new(self.memory));
         let call = Box::new(move || word.store(true, Ordering::Release));
         let _relaxed = Relaxed::enter(&*driver);
         driver.graph_on_release(graph, call).map_err(|refused| {

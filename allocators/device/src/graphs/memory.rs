@@ -5,7 +5,6 @@ mod give_back;
 mod parked;
 mod placed;
 mod release;
-mod stats;
 
 pub(super) use give_back::GraphMemories;
 
@@ -13,20 +12,23 @@ use crate::{
     Block,
     backing::{shared_free::SharedFreeList, window::Grid},
     base::{
-        dependencies::{StreamDeps, latest, raise},
         driver::check_stream_device,
+        pending::{StreamDeps, latest, raise},
     },
     dedicated::{DedicatedPool, Span, slot_pool::Capture},
     park::tagged::{SlotBlock, SlotBlocks},
     pool_core::PoolCore,
 };
-use aquifer_core::{Action, BLOCK_ALIGN, MemoryError, Request, Result, Tag, event::BlockKind};
+use aquifer_core::{
+    Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, event::BlockKind,
+};
 use aquifer_driver::{DeviceRange, Driver, Ownership};
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use smallvec::smallvec;
 use std::{
     collections::BTreeSet,
+    fmt,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -621,5 +623,32 @@ impl GraphMemory {
     /// Records that a graph exists whose launches are not reported.
     pub(super) fn mark_untracked(&self) {
         self.state().has_untracked_launches = true;
+    }
+}
+
+impl GraphMemory {
+    pub(in crate::graphs) fn stats(&self) -> PoolStats {
+        let state = self.state();
+        let mut stats = PoolStats::default();
+        stats.blocks = state.slots.blocks.len() as u64;
+        if !state.slots.phase.has_memory() {
+            return stats;
+        }
+        (stats.physical, stats.graphs) = (state.slots.of_graphs, state.slots.of_graphs);
+        (stats.live, stats.requested) = state.slots.live();
+        stats.pending = state.slots.ranges.pending_bytes();
+        stats.cached = stats.physical - stats.live - stats.pending;
+        stats
+    }
+}
+
+impl fmt::Debug for GraphMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let stats = self.stats();
+        f.debug_struct("Memory")
+            .field("number", &self.number)
+            .field("physical", &stats.physical)
+            .field("live", &stats.live)
+            .finish_non_exhaustive()
     }
 }

@@ -8,7 +8,7 @@ use crate::{
         shared_free::{SharedFreeList, lowest_place},
         slots::Mapping,
     },
-    base::dependencies::{StreamDeps, is_done, is_done_except},
+    base::pending::{StreamDeps, is_done, is_done_except},
     stream_cache::{CacheState, StreamCache},
 };
 use aquifer_core::scratch::{Bump, List, list};

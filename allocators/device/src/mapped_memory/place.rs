@@ -12,7 +12,7 @@ use crate::{
     Request,
     backing::{slots::Mapping, window},
     base::{
-        dependencies::{StreamDeps, is_done_except},
+        pending::{StreamDeps, is_done_except},
         policy_params::policy,
     },
     sharing_policy::steps::{GROW, PlaceOptions},

@@ -12,9 +12,8 @@ use crate::{
         slots::{Mapping, Zombie, runs},
     },
     base::{
-        dependencies::{StreamDeps, is_done},
-        released::Released,
-        stranded::release_or_strand,
+        pending::{StreamDeps, is_done},
+        released::{Released, release_or_strand},
     },
     stream_cache::StreamCache,
 };

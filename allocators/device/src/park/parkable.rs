@@ -17,9 +17,8 @@ use crate::{
     Adoption, Block,
     backing::window::Grid,
     base::{
-        dependencies::{self, StreamDeps, latest},
         driver::check_stream_device,
-        pending::DeferredFree,
+        pending::{self, DeferredFree, StreamDeps, latest},
         released::Released,
         waits::{begin_request, deadline, try_wait, wait_for_epoch},
     },
@@ -122,7 +121,7 @@ impl ParkablePool {
         let _request = begin_request();
         let bytes = request.size().next_multiple_of(BLOCK_ALIGN);
         let own = Some(stream.timeline());
-        let done = |deps: &StreamDeps| dependencies::is_done_except(deps, own);
+        let done = |deps: &StreamDeps| pending::is_done_except(deps, own);
         if let Some((range, deps)) = self.take_free(bytes, &request, done)? {
             return self.register_block(stream, range, deps, &request);
         }

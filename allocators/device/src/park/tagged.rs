@@ -13,9 +13,8 @@ use super::{
 use crate::{
     DevicePool,
     base::{
-        dependencies::latest,
         driver::owner_of_freed,
-        pending::{DeferredFree, PartsWork},
+        pending::{DeferredFree, PartsWork, latest},
     },
     dedicated::{
         DedicatedPool, Span,

@@ -1,26 +1,26 @@
 //! The range of a plan, its blocks, and when their places can be taken again.
 
-use super::{
-    bindings::StreamBindings,
-    leftovers::{Leftovers, Lists},
-};
 use crate::{
     Adoption, Block, Request,
+    backing::handle::Handle,
     base::{
-        dependencies::{StreamDeps, latest, raise},
-        driver::check_stream_device,
-        extent::{PackedRequest, UntilFree},
-        live_bytes::LiveBytes,
+        driver::{check_stream_device, owner_of_freed},
+        extent::{LazyBox, PackedRequest, UntilFree},
         part_bounds::PartBounds,
-        pending::{DeferredFree, PartsWork},
-        usage::{LiveUsage, TagHoldings},
+        pending::{DeferredFree, PartsWork, PendingUses, StreamDeps, latest, raise},
+        released::Released,
+        usage::{LiveBytes, LiveUsage, TagHoldings},
     },
-    block::DriverBlock,
+    block::{DriverBlock, ReleaseBlock},
     dedicated::{DedicatedPool, Span},
     peaks::{PeakPart, PoolPeaks},
     pool_core::{PoolCore, count},
 };
-use aquifer_core::{Action, PoolStats, Tag, budget::Holding, event::BlockKind};
+use aquifer_core::{
+    Action, BLOCK_ALIGN, PoolStats, Result, Tag,
+    budget::Holding,
+    event::{BlockKind, Event, EventTicket},
+};
 use aquifer_driver::Ownership;
 use aquifer_plan::{PlanAnswer, PlanCursor};
 use aquifer_stream::{Stream, StreamPool, Timeline};
@@ -500,4 +500,248 @@ fn order(core: &PoolCore, timeline: &Timeline, work: &Unfinished) -> bool {
                     true
                 })
         })
+}
+
+impl ReleaseBlock for PlannedMemory {
+    fn release_idle(&self, block: &DriverBlock, request: PackedRequest) -> bool {
+        // Only pools without a recorder and an observer have blocks without extras.
+        if block.timeline.fences_at_once() || self.dedicated.is_recorded() {
+            return false;
+        }
+        let mut left = Leftovers::new();
+        {
+            let mut guard = self.state();
+            let state = &mut *guard;
+            let number = block.key as usize;
+            state.places[number].epoch = block.timeline.open();
+            state.count_free(block.bytes, request.bytes(), request.tag());
+            state.cursor.free(block.key as u32);
+            self.retire_if_unused(state, &mut left);
+        }
+        self.finish(left);
+        true
+    }
+
+    fn release(&self, block: DeferredFree) {
+        let users = block.users();
+        let stream = block.timeline.number();
+        block.work.fence_at_once();
+        let mut left = Leftovers::new();
+        {
+            let mut guard = self.state();
+            let state = &mut *guard;
+            let owner = owner_of_freed(&users);
+            self.dedicated.notify_observer(block.generation, block.address, block.bytes, owner);
+            let requested = block.requested;
+            state.count_free(block.bytes, requested, block.tag);
+            self.note(&mut left, Action::Free, stream, block.address, requested, block.tag);
+            let mut block = block;
+            if is_complete(&state.cursor, &mut block) {
+                self.complete(state, block, &mut left);
+            } else {
+                state.pending += block.bytes;
+                state.held.push(block);
+            }
+            self.retire_if_unused(state, &mut left);
+        }
+        self.finish(left);
+    }
+
+    fn handles(&self, address: u64, bytes: u64) -> Option<(Vec<Arc<Handle>>, u64)> {
+        self.span.handles(address, bytes)
+    }
+}
+
+impl PlannedMemory {
+    /// Frees the place of a block. A later block there follows the work that is not done.
+    fn complete(&self, state: &mut State, mut block: DeferredFree, left: &mut Leftovers) {
+        let place = &mut state.places[block.key as usize];
+        let own = block.work.own.iter().find(|(on, _)| Arc::ptr_eq(on, &block.timeline));
+        place.epoch = own.map_or(0, |(_, epoch)| *epoch);
+        let mut more = mem::take(&mut block.work).into_parts();
+        more.own.clear();
+        place.more = (!more.uses.is_empty()).then(|| Box::new(more));
+        state.cursor.free(block.key as u32);
+        let (stream, address) = (block.timeline.number(), block.address);
+        self.note(left, Action::Complete, stream, address, block.requested, block.tag);
+        left.add_free(block);
+    }
+
+    /// Frees the places of held blocks whose uses are over. Makes no driver call.
+    pub(super) fn collect_held(&self, state: &mut State, left: &mut Leftovers) {
+        let mut over = Vec::new();
+        over.extend(state.held.extract_if(.., |block| is_complete(&state.cursor, block)));
+        for block in over {
+            state.pending -= block.bytes;
+            self.complete(state, block, left);
+        }
+    }
+
+    /// Polls the uses of held blocks, and frees the places of those that are over.
+    ///
+    /// # Errors
+    /// The driver's first. All have been polled.
+    pub(super) fn poll(&self) -> Result<()> {
+        let mut outcome = Ok(());
+        for (timeline, epoch) in self.held_work() {
+            outcome = outcome.and(timeline.fence(epoch).and_then(|_| timeline.poll()));
+        }
+        let mut left = Leftovers::new();
+        {
+            let mut guard = self.state();
+            let state = &mut *guard;
+            self.collect_held(state, &mut left);
+            self.retire_if_unused(state, &mut left);
+        }
+        self.finish(left);
+        outcome
+    }
+
+    /// Returns the work that held blocks wait for, except for open uses.
+    pub(super) fn held_work(&self) -> Vec<(Arc<Timeline>, u64)> {
+        let state = self.state();
+        let work = state.held.iter().flat_map(|block| block.work.uses.queued());
+        work.filter(|(timeline, epoch)| !timeline.is_done(*epoch)).collect()
+    }
+
+    /// Polls held blocks, and gives the range back to the driver if the plan is dropped and no
+    /// block lives in it.
+    pub(super) fn release_unused(&self) -> Released {
+        // Held blocks stay held after an error, and the next attempt meets it again.
+        let _ = self.poll();
+        if self.retire() { self.dedicated.reap_span(&self.span) } else { Released::default() }
+    }
+}
+
+/// Returns whether the place of a freed block can be taken again: its uses are over, or the plan
+/// knows of them, and a later block can wait for them.
+fn is_complete(cursor: &PlanCursor, block: &mut DeferredFree) -> bool {
+    let is_shared = cursor.plan().blocks()[block.key as usize].shared;
+    let uses = &mut block.work.uses;
+    uses.are_over() || is_shared && !uses.has_open() && block.until_free.is_none()
+}
+
+impl State {
+    fn count_free(&mut self, bytes: u64, requested: u64, tag: Tag) {
+        self.usage.record_free(bytes, requested);
+        let holding = self.by_tag.of_mut(tag);
+        holding.bytes -= requested;
+        holding.blocks -= 1;
+    }
+}
+
+/// The streams of a program that are streams of a plan. No two are the same one.
+#[derive(Default)]
+pub(super) struct StreamBindings {
+    bound: Vec<(Arc<Timeline>, u32)>,
+    /// The index of the last one: the next block usually has the same stream.
+    last: usize,
+}
+
+impl StreamBindings {
+    /// Returns the plan's number of a stream, if it has one.
+    #[inline]
+    pub(super) fn find(&mut self, timeline: &Arc<Timeline>) -> Option<u32> {
+        let is = |(other, _): &(Arc<Timeline>, u32)| Arc::ptr_eq(other, timeline);
+        if !self.bound.get(self.last).is_some_and(is) {
+            self.last = self.bound.iter().position(is)?;
+        }
+        Some(self.bound[self.last].1)
+    }
+
+    /// Makes a stream the one of the plan whose block of `bytes` is expected next, if no other
+    /// stream that can still be used is that one. Returns its number, and the stream that was it
+    /// before, to be dropped without a lock.
+    pub(super) fn bind(
+        &mut self,
+        timeline: &Arc<Timeline>,
+        bytes: u64,
+        cursor: &mut PlanCursor,
+    ) -> Option<(u32, Option<Arc<Timeline>>)> {
+        let bytes = bytes.checked_next_multiple_of(BLOCK_ALIGN)?;
+        let is_over = |other: &Timeline| other.is_retired() || !other.is_leased();
+        let can_bind = |stream: u32| {
+            self.bound.iter().all(|(other, number)| *number != stream || is_over(other))
+        };
+        let mut expected = cursor.expected();
+        let stream = expected.find(|block| block.bytes == bytes && can_bind(block.stream))?.stream;
+        drop(expected);
+        match self.bound.iter_mut().find(|(_, number)| *number == stream) {
+            Some((other, _)) => {
+                cursor.replace_stream(stream);
+                Some((stream, Some(mem::replace(other, timeline.clone()))))
+            }
+            None => {
+                self.bound.push((timeline.clone(), stream));
+                Some((stream, None))
+            }
+        }
+    }
+
+    /// Takes all streams, to be dropped without a lock.
+    pub(super) fn take(&mut self) -> Vec<Arc<Timeline>> {
+        mem::take(&mut self.bound).into_iter().map(|(timeline, _)| timeline).collect()
+    }
+}
+
+/// Calls that take other locks, values whose drop may call the driver or foreign code, and events.
+/// Most operations have none.
+pub(super) struct Leftovers(LazyBox<Lists>);
+
+#[derive(Default)]
+pub(super) struct Lists {
+    /// Whether the live bytes have risen above their limit.
+    pub(super) is_above_limit: bool,
+    /// The work that the range waits for before it is given back, and what is dropped then.
+    pub(super) retired: Option<(PartsWork, UntilFree)>,
+    frees: Vec<DeferredFree>,
+    blocks: Vec<Arc<DriverBlock>>,
+    timelines: Vec<Arc<Timeline>>,
+    pub(super) events: Vec<(EventTicket, Event)>,
+}
+
+impl Leftovers {
+    pub(super) fn new() -> Self {
+        Self(LazyBox::NONE)
+    }
+
+    /// Takes the live bytes into account in the peaks of the pool, before a block is handed out.
+    #[cold]
+    pub(super) fn note_above_limit(&mut self) {
+        self.0.get_or_default().is_above_limit = true;
+    }
+
+    /// Gives the range back and drops `until_free` when `work` is over, and settles the peaks.
+    pub(super) fn retire(&mut self, work: PartsWork, until_free: UntilFree) {
+        self.0.get_or_default().retired = Some((work, until_free));
+    }
+
+    pub(super) fn add_free(&mut self, free: DeferredFree) {
+        self.0.get_or_default().frees.push(free);
+    }
+
+    #[inline]
+    pub(super) fn add_block(&mut self, block: Option<Arc<DriverBlock>>) {
+        if let Some(block) = block {
+            self.0.get_or_default().blocks.push(block);
+        }
+    }
+
+    pub(super) fn add_timeline(&mut self, timeline: Option<Arc<Timeline>>) {
+        if let Some(timeline) = timeline {
+            self.0.get_or_default().timelines.push(timeline);
+        }
+    }
+
+    pub(super) fn add_event(&mut self, event: Option<(EventTicket, Event)>) {
+        if let Some(event) = event {
+            self.0.get_or_default().events.push(event);
+        }
+    }
+
+    /// Returns what there is, to be dropped with no lock held.
+    #[inline]
+    pub(super) fn into_lists(self) -> Option<Lists> {
+        (!self.0.is_none()).then(|| self.0.or_default())
+    }
 }

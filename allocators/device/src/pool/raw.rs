@@ -4,7 +4,7 @@
 //!   under that cache's lock. So streams share no state here either. A table that has reached its
 //!   size allocates nothing.
 //! - Caches share the pool's address range, so the cache of an address has to be found. An
-//!   [`AddressDirectory`](crate::base::address_directory::AddressDirectory) stores, for each 2 MiB,
+//!   [`AddressDirectory`](crate::base::addresses::AddressDirectory) stores, for each 2 MiB,
 //!   up to four caches that have released raw addresses there. In a steady state it is only read.
 //!   It is a hint: other caches are searched if it does not help.
 

@@ -4,7 +4,7 @@ use super::{PoolCore, count};
 use crate::{
     Adoption,
     base::{
-        dependencies::raise,
+        pending::raise,
         waits::{has_passed, try_wait, wait_for_epoch},
     },
     stream_cache::{StreamCache, pending::CollectMode},

@@ -5,7 +5,7 @@ use super::{
     pending::CollectMode,
     retire::{DEFERRED, DeferredTeardown, defer_teardown},
 };
-use crate::base::retained;
+use crate::base::released;
 use aquifer_core::MemoryError;
 use aquifer_stream::{LastUse, Timeline};
 use std::{
@@ -17,7 +17,7 @@ use std::{
 /// driver has refused.
 pub(crate) fn sweep_released() {
     retry_teardowns();
-    retained::sweep();
+    released::sweep();
 }
 
 /// Retries the closing of caches that the driver refused. What it refuses again is kept for the

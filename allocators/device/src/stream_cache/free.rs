@@ -6,8 +6,7 @@ use super::{
 };
 use crate::base::{
     driver::notify_observer,
-    extent::{BlockExtent, BlockMeta},
-    lazy_box::LazyBox,
+    extent::{BlockExtent, BlockMeta, LazyBox},
 };
 use aquifer_driver::{DeviceRange, Ownership, RawStream};
 use aquifer_stream::{Timeline, UseList};

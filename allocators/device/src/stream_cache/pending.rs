@@ -2,7 +2,9 @@
 
 use super::{PendingFree, StreamCache};
 use crate::base::{
-    dependencies::StreamDeps, driver::notify_observer, pending::PendingUses, waits::wait_for_epoch,
+    driver::notify_observer,
+    pending::{PendingUses, StreamDeps},
+    waits::wait_for_epoch,
 };
 use aquifer_core::Result;
 use aquifer_driver::{DeviceRange, Ownership};

@@ -1,7 +1,7 @@
 //! The blocks of a cache that were released as raw addresses.
 
 use super::{RawBlock, RawToken, StreamCache, free::FreeFollowUp};
-use crate::{Request, base::lazy_box::LazyBox};
+use crate::{Request, base::extent::LazyBox};
 use aquifer_core::{MemoryError, Result};
 use aquifer_formats::HeldBlock;
 use aquifer_stream::UseList;

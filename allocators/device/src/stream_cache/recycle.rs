@@ -12,7 +12,7 @@
 //! correct.
 
 use super::{Binding, CacheHost, CacheUsage, StreamCache, UNBOUND};
-use crate::base::{address_directory::AddressDirectory, part_bounds::PartBounds};
+use crate::base::{addresses::AddressDirectory, part_bounds::PartBounds};
 use aquifer_stream::Timeline;
 use std::sync::{Arc, PoisonError};
 

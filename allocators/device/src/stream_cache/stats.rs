@@ -1,7 +1,7 @@
 //! Statistics of a stream's cache.
 
 use super::CacheState;
-use crate::{base::live_bytes::LiveBytes, sharing_policy::CacheFootprint};
+use crate::{base::usage::LiveBytes, sharing_policy::CacheFootprint};
 use aquifer_core::{PoolStats, Tag, budget::Holding};
 use aquifer_status::{CacheFigures, is_shown};
 

@@ -5,9 +5,9 @@ use super::{GraphMemory, State};
 use crate::{
     backing::window::Grid,
     base::{
-        dependencies::{self, StreamDeps},
+        lists::WeakList,
+        pending::{self, StreamDeps},
         released::Released,
-        weak_list::WeakList,
     },
     dedicated::Span,
     park::Phase,
@@ -106,7 +106,7 @@ impl GraphMemory {
         wanted: u64,
     ) -> bool {
         let grid = self.grid();
-        let done = state.uncaptured_slots(grid).filter(|(_, deps)| dependencies::is_done(deps));
+        let done = state.uncaptured_slots(grid).filter(|(_, deps)| pending::is_done(deps));
         let slots: Vec<u64> = done.map(|(slot, _)| slot).collect();
         let most = usize::try_from(wanted.div_ceil(grid.slot)).unwrap_or(usize::MAX);
         let highest = &slots[slots.len().saturating_sub(most)..];

@@ -3,7 +3,7 @@
 use super::{Capture, GraphMemory, Range};
 use crate::{
     Block, Request,
-    base::{dependencies::StreamDeps, driver::check_stream_device},
+    base::{driver::check_stream_device, pending::StreamDeps},
 };
 use aquifer_core::{BLOCK_ALIGN, MemoryError, Result, Tag};
 use aquifer_driver::{DeviceRange, RawStream};

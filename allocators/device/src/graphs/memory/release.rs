@@ -3,16 +3,14 @@
 use super::{GraphMemory, Range};
 use crate::{
     backing::handle::Handle,
-    base::{
-        dependencies::{StreamDeps, latest},
-        pending::{DeferredFree, PartsWork},
-    },
+    base::pending::{DeferredFree, PartsWork, StreamDeps, latest},
     block::ReleaseBlock,
-    graphs::range_release::GraphRangeRelease,
+    dedicated::DedicatedPool,
     park::Phase,
 };
 use aquifer_core::{Action, Tag, event::BlockKind, panics::Contained};
-use std::sync::{Arc, PoisonError};
+use aquifer_driver::DeviceRange;
+use std::sync::{Arc, PoisonError, Weak};
 
 impl ReleaseBlock for GraphMemory {
     fn before_release(&self, address: u64) {
@@ -93,6 +91,22 @@ impl Drop for GraphMemory {
             let work = PartsWork { own: until.clone(), uses: left.work.uses.clone() };
             span.retire_whole(work, left.take_until_free());
             self.dedicated.enqueue_retiring(span);
+        }
+    }
+}
+
+/// Reports to a validating driver, when dropped, that a range is no longer kept for graphs.
+pub(super) struct GraphRangeRelease {
+    pub(super) dedicated: Weak<DedicatedPool>,
+    pub(super) range: DeviceRange,
+}
+
+impl Drop for GraphRangeRelease {
+    fn drop(&mut self) {
+        if let Some(observer) =
+            self.dedicated.upgrade().as_ref().and_then(|dedicated| dedicated.driver.observer())
+        {
+            observer.let_go_by_graphs(self.range);
         }
     }
 }
