@@ -102,6 +102,12 @@ impl DeviceArena {
                 limit: bump.remaining().saturating_sub(padding),
             }
         })?;
+        let within = Range::new(self.block.address(), self.block.bytes());
+        debug_assert!(
+            address >= within.start && address + bytes <= within.end(),
+            "beyond the arena"
+        );
+        debug_assert!(address.is_multiple_of(align), "a part is not aligned");
         // The bump allocator never returns the same bytes twice before `reset`, which no part
         // outlives.
         Ok(DeviceSliceMut::of_several(&self.block, address - self.block.address(), len))

@@ -304,6 +304,8 @@ impl CheckedPool {
             allocated_by: self.backtrace(),
             freed_by: None,
         };
+        debug_assert!(layout.front + request.size() <= capacity, "a block has no room for guards");
+        debug_assert!(address.is_multiple_of(request.alignment()), "a block is not aligned");
         self.fill_new(&held, &owner_stream, &layout, generation)?;
         let memory = DeviceBuffer::from_alloc(around.size() as usize, |_| Ok(held))?;
         let bytes = if self.settings.canaries { request.size() } else { capacity };
@@ -312,7 +314,9 @@ impl CheckedPool {
             let mut state = self.state();
             state.own.record_alloc(capacity, request.size());
             state.freed_addresses.remove(address);
-            state.live.insert(address, CheckedBlock { record, capacity, held, freed: None });
+            let block = CheckedBlock { record, capacity, held, freed: None };
+            let before = state.live.insert(address, block);
+            debug_assert!(before.is_none(), "two live blocks at one address");
         }
         let driver_block = DriverBlock {
             releaser: self.clone(),
@@ -431,6 +435,10 @@ impl CheckedPool {
 
     /// Completes the free of a block that was kept until its last use was over.
     fn settle(&self, freed: &mut FreedBlock) {
+        debug_assert!(
+            !freed.settled && freed.uses.is_empty(),
+            "a free is completed twice or early"
+        );
         // Without debugging the memory would be free now, and charges of wrappers must end at the
         // same time.
         drop(freed.until_free.take());

@@ -232,6 +232,7 @@ impl DedicatedPool {
     }
 
     fn add_usage(&self, a: &DedicatedUsage, stats: &mut PoolStats) {
+        debug_assert!(a.free_of_graphs <= a.graphs, "graphs have more free memory than memory");
         a.live.add_to(stats);
         stats.pending += a.pending + self.held.stuck();
         // Between the two updates of a free of a graph, its bytes are in one of the counts only.

@@ -353,6 +353,8 @@ impl State {
             self.known = self.known.max(exact);
             self.reported = self.reported.max(highest).max(now);
         }
+        debug_assert!(now.is_within(self.known), "the pool has more than its peak");
+        debug_assert!(self.known.is_within(self.reported), "reports less than is known");
         #[cfg(test)]
         {
             self.settlements += 1;
@@ -368,6 +370,7 @@ impl State {
         let given =
             of_part.map(|bytes| bytes * slack_parts) + share.map(|bytes| bytes * outside_parts);
         self.allowed = self.known.map(|bytes| bytes + SLACK * slack_parts);
+        debug_assert!((now + given).is_within(self.allowed), "the limits exceed what is allowed");
         let reserve = self.allowed.above(now + given);
         Rises { of_part: Some(of_part), of_outside: Some(share), reserve }
     }

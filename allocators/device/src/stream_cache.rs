@@ -284,6 +284,11 @@ impl StreamCache {
         number: usize,
     ) {
         self.state.with(|s| {
+            debug_assert!(s.binding.is_none(), "a cache serves two streams");
+            debug_assert!(
+                s.pending.is_empty() && s.heap.managed_bytes() == 0,
+                "an idle cache holds memory"
+            );
             s.needs_follow_up = pool.is_recorded() || timeline.fences_at_once();
             s.line_owner = pool.status_id();
             s.write_line();
@@ -296,7 +301,9 @@ impl StreamCache {
     pub(crate) fn with<R>(&self, work: impl FnOnce(&mut CacheState) -> R) -> R {
         self.state.with(|s| {
             s.flush_last();
-            work(s)
+            let result = work(s);
+            s.check();
+            result
         })
     }
 
@@ -343,6 +350,23 @@ impl StreamCache {
 }
 
 impl CacheState {
+    /// Checks what holds between any two operations, in constant time. Only debug builds check.
+    fn check(&self) {
+        let (usage, listed) = (&self.usage, self.pending.len() as u64);
+        debug_assert!(usage.pending <= self.heap.live_bytes(), "more is pending than occupied");
+        debug_assert!(
+            usage.pending_blocks <= self.heap.live_blocks(),
+            "pending blocks have no memory"
+        );
+        debug_assert!(listed <= usage.pending_blocks, "a pending block is not counted");
+        debug_assert!(
+            self.collecting > 0 || listed == usage.pending_blocks,
+            "a pending block is in no list"
+        );
+        debug_assert!(usage.requested <= self.live(), "live blocks are smaller than requested");
+        debug_assert!(self.blocks() <= usage.allocations, "a block was never allocated");
+    }
+
     /// Takes the last freed block if it fits `request`, or allocates from the heap. For a loop that
     /// allocates and frees one block this avoids a split and a merge each time.
     #[inline]

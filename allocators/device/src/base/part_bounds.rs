@@ -45,6 +45,7 @@ impl PartBounds {
         };
         (self.highest, self.limit) = (now, limit);
         self.set_window(lowest);
+        debug_assert!(self.contains(now), "a settled part is outside of its window");
     }
 
     /// Sets no limit.
@@ -93,6 +94,11 @@ impl PartBounds {
             self.highest = self.highest.max(now);
         }
         self.set_window(lowest);
+        debug_assert!(
+            !is_within || self.contains(now),
+            "an admitted part is outside of its window"
+        );
+        debug_assert!(!self.has_surplus(now), "a part keeps what it should give");
         is_within
     }
 
@@ -149,6 +155,7 @@ impl LimitReserve {
 /// Takes `wanted` bytes, or what there is, but at least `least`. Returns how many, or `None` if
 /// there are fewer.
 fn take(from: &AtomicU64, least: u64, wanted: u64) -> Option<u64> {
+    debug_assert!(least <= wanted, "takes less than it needs");
     let left = |have: u64| (have >= least).then(|| have.saturating_sub(wanted));
     let have = from.fetch_update(Ordering::AcqRel, Ordering::Acquire, left).ok()?;
     Some(wanted.min(have))

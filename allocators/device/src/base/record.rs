@@ -185,7 +185,8 @@ pub(crate) struct LiveBlockEntry {
 
 impl Drop for LiveBlockEntry {
     fn drop(&mut self) {
-        self.listing.live().remove(&self.number);
+        let listed = self.listing.live().remove(&self.number);
+        debug_assert!(listed.is_some(), "a block was removed twice");
     }
 }
 
@@ -227,7 +228,8 @@ impl LiveBlockList {
             freed_by: None,
         };
         let committed = committed.as_ref().map(Arc::downgrade);
-        self.live().insert(number, UncheckedBlock { record, committed });
+        let before = self.live().insert(number, UncheckedBlock { record, committed });
+        debug_assert!(before.is_none(), "two blocks have one number");
         LiveBlockEntry { listing: self.clone(), number }
     }
 

@@ -52,6 +52,7 @@ impl LiveUsage {
 
     /// Counts memory that becomes live.
     pub(crate) fn add_bytes(&mut self, live: u64, requested: u64) {
+        debug_assert!(requested <= live, "memory is smaller than requested");
         let bytes = LiveBytes { live, requested };
         self.now += bytes;
         match &self.pool {
@@ -63,6 +64,7 @@ impl LiveUsage {
     /// Counts memory that is live no more.
     pub(crate) fn remove_bytes(&mut self, live: u64, requested: u64) {
         let bytes = LiveBytes { live, requested };
+        debug_assert!(bytes.is_within(self.now), "more is freed than is live");
         self.now -= bytes;
         if let Some(peaks) = &self.pool {
             peaks.remove(bytes);

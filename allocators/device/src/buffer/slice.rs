@@ -126,6 +126,7 @@ impl<'a, T> DeviceSlice<'a, T> {
     /// Makes a slice of `len` elements from byte `offset` of a block. The caller has checked the
     /// bounds.
     pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
+        debug_assert!(is_within::<T>(block, offset, len), "a slice beyond its block");
         Self { part: BlockPart { block, offset, len, exclusive: true }, elements: PhantomData }
     }
 
@@ -139,6 +140,7 @@ impl<'a, T> DeviceSliceMut<'a, T> {
     /// Makes a slice of `len` elements from byte `offset` of a block. The caller has checked the
     /// bounds, and has exclusive access to the elements.
     pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
+        debug_assert!(is_within::<T>(block, offset, len), "a slice beyond its block");
         Self { part: BlockPart { block, offset, len, exclusive: true }, elements: PhantomData }
     }
 }
@@ -146,9 +148,16 @@ impl<'a, T> DeviceSliceMut<'a, T> {
 impl<'a, T> DeviceSliceMut<'a, T> {
     /// As [`DeviceSliceMut::of`], while other parts of the block may be written.
     pub(crate) fn of_several(block: &'a Block, offset: u64, len: usize) -> Self {
+        debug_assert!(is_within::<T>(block, offset, len), "a slice beyond its block");
         let part = BlockPart { block, offset, len, exclusive: true };
         Self { part: part.non_exclusive(), elements: PhantomData }
     }
+}
+
+/// Returns whether a block has `len` elements from byte `offset` on.
+fn is_within<T>(block: &Block, offset: u64, len: usize) -> bool {
+    let bytes = (len as u64).checked_mul(size_of::<T>() as u64);
+    bytes.and_then(|bytes| offset.checked_add(bytes)).is_some_and(|end| end <= block.bytes())
 }
 
 impl<'a, T: Pod> DeviceSlice<'a, T> {

@@ -98,6 +98,7 @@ impl SlotRanges {
             self.free.add(range, block.work.own.clone());
             over.push(block);
         }
+        debug_assert!(!all || self.pending.is_empty(), "a block is pending after its uses");
         over
     }
 
@@ -143,6 +144,10 @@ impl SlotRanges {
 
     /// Claims slots that are getting memory. Returns their numbers.
     pub(crate) fn claim(&mut self, first: u64, count: u64) -> Vec<u64> {
+        debug_assert!(
+            self.claimed.range(first..first + count).next().is_none(),
+            "claims slots twice"
+        );
         self.claimed.extend(first..first + count);
         (first..first + count).collect()
     }
@@ -150,7 +155,8 @@ impl SlotRanges {
     /// Releases slots that have no memory.
     pub(crate) fn unclaim(&mut self, slots: &[u64]) {
         slots.iter().for_each(|slot| {
-            self.claimed.remove(slot);
+            let was_claimed = self.claimed.remove(slot);
+            debug_assert!(was_claimed, "gives up a slot that is not claimed");
         });
     }
 
@@ -158,6 +164,7 @@ impl SlotRanges {
     /// is new and free.
     pub(crate) fn cut(&mut self, start: u64, bytes: u64, end: u64) -> Range {
         let range = Range { start, len: bytes };
+        debug_assert!(range.end() <= end, "a block does not fit into its memory");
         if range.end() < end {
             let rest = Range { start: range.end(), len: end - range.end() };
             self.free.add(rest, StreamDeps::new());
@@ -186,7 +193,8 @@ impl SlotRanges {
             // from seeing this.
             let Some(deps) = self.free.take(range) else { continue };
             if ready(&deps) {
-                self.claimed.remove(&slot);
+                let was_claimed = self.claimed.remove(&slot);
+                debug_assert!(was_claimed, "free memory in a slot without any");
                 removed.push(slot);
             } else {
                 self.free.add(range, deps);
@@ -244,6 +252,7 @@ impl DedicatedPool {
         requested: u64,
         tag: Tag,
     ) -> (Block, Watch) {
+        debug_assert!(requested <= range.len, "a block is smaller than requested");
         let timeline = stream.timeline();
         let driver_block = DriverBlock {
             releaser,

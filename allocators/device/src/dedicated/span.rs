@@ -168,7 +168,8 @@ impl Span {
 
     /// Removes a holder that was registered by [`Span::add_registration`].
     pub(crate) fn remove_registration(&self) {
-        self.registrations.fetch_sub(1, Ordering::Release);
+        let before = self.registrations.fetch_sub(1, Ordering::Release);
+        debug_assert!(before > 0, "a registration was removed twice");
     }
 
     pub(crate) fn registrations(&self) -> u64 {
@@ -337,6 +338,8 @@ impl Span {
         mapped: &mut Vec<(u64, Arc<Handle>)>,
     ) -> Result<(), DriverError> {
         for (slot, handle) in parts {
+            debug_assert!((slot + 1) * self.slot <= self.bytes, "a slot beyond its span");
+            debug_assert!(!self.state().mapped.contains_key(&slot), "a slot has memory already");
             // SAFETY: 1. The owner has exclusive access to the slot and found nothing mapped there.
             // No work is queued for addresses without memory.
             unsafe { self.driver.map(self.address + slot * self.slot, self.slot, handle.raw()) }?;
@@ -446,7 +449,11 @@ impl Span {
 
     /// Makes slots from [`Span::take_back_retiring`] the owner's again.
     pub(crate) fn restore(&self, again: Vec<RetiringSlots>) {
-        self.state().mapped.extend(again.into_iter().flat_map(|retiring| retiring.slots));
+        let mut state = self.state();
+        for (slot, memory) in again.into_iter().flat_map(|retiring| retiring.slots) {
+            let before = state.mapped.insert(slot, memory);
+            debug_assert!(before.is_none(), "a slot is mapped twice");
+        }
     }
 
     /// Returns whether nothing of the span is left to be released.

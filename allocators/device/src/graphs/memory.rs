@@ -470,6 +470,7 @@ impl GraphMemory {
         request: &Request,
         capture: Capture,
     ) -> Block {
+        debug_assert!(range.start.is_multiple_of(request.alignment()), "a block is not aligned");
         let (dedicated, timeline) = (&self.dedicated, stream.timeline());
         let (requested, tag) = (request.size(), request.owner());
         let (releaser, streams) = (self.clone(), &self.streams);
@@ -486,7 +487,7 @@ impl GraphMemory {
             let live = Ownership::Live { stream: stream.timeline().noted(), generation };
             dedicated.notify_observer(generation, range.start, range.len, live);
             let owner_stream = timeline.clone();
-            state.slots.blocks.insert(
+            state.slots.insert(
                 range.start,
                 SlotBlock {
                     bytes: range.len,

@@ -255,6 +255,7 @@ impl ParkablePool {
         deps: StreamDeps,
         request: &Request,
     ) -> Result<Block> {
+        debug_assert!(range.start.is_multiple_of(request.alignment()), "a block is not aligned");
         let (dedicated, tag, timeline) = (&self.dedicated, self.tag, stream.timeline());
         let requested = request.size();
         let releaser = Arc::new(ParkableRelease(self.clone()));
@@ -279,7 +280,7 @@ impl ParkablePool {
                     capture: Capture::UNANNOUNCED,
                     watch: Some(watch),
                 };
-                state.blocks.insert(range.start, live_block);
+                state.insert(range.start, live_block);
             }
             resident.map(|()| {
                 let (kind, stream) = (BlockKind::Parkable, stream.number());

@@ -77,6 +77,14 @@ impl SlotBlocks {
         if self.phase == Phase::Resident { Ok(()) } else { Err(MemoryError::Parked { tag }) }
     }
 
+    /// Adds a block that is handed out.
+    pub(crate) fn insert(&mut self, address: u64, block: SlotBlock) {
+        let range = Range { start: address, len: block.bytes };
+        debug_assert!(!self.has_live_in(range), "a block over a live one");
+        debug_assert!(self.phase.has_memory(), "a block without memory");
+        self.blocks.insert(address, block);
+    }
+
     /// Returns the bytes of the live blocks: allocated and requested.
     pub(crate) fn live(&self) -> (u64, u64) {
         self.blocks.values().fold((0, 0), |(bytes, requested), live| {
@@ -124,6 +132,7 @@ impl SlotBlocks {
     ) -> Option<(SlotBlock, Vec<SavedPiece>)> {
         let range = Range { start: block.address, len: block.bytes };
         let live = self.blocks.remove(&range.start)?;
+        debug_assert_eq!(live.bytes, range.len, "a block has changed its size");
         self.operations -= 1;
         let has_memory = self.phase.has_memory();
         let (bytes, requested) = if has_memory { (range.len, live.requested) } else { (0, 0) };
@@ -172,6 +181,7 @@ impl SlotBlocks {
     /// Refuses uses of all blocks, unless one is open. Returns the work that may be queued for
     /// them.
     fn quiesce(&self, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>> {
+        debug_assert_eq!(self.phase, Phase::Parking, "new uses are not refused");
         self.ranges.check_closed()?;
         let mut work = Vec::new();
         for (&address, live) in &self.blocks {
@@ -195,6 +205,7 @@ impl SlotBlocks {
         for (generation, range) in mem::take(&mut self.unreported) {
             dedicated.notify_observer(generation, range.start, range.len, Ownership::Free);
         }
+        debug_assert!(matches!(self.phase, Phase::Parking | Phase::Resuming), "{:?}", self.phase);
         self.phase = next;
     }
 
@@ -379,6 +390,7 @@ impl dyn TaggedMemory {
             let held = span.charged_bytes();
             dedicated.slot_pool_retired(held);
             span.retire(0..u64::MAX, PartsWork::default(), None);
+            debug_assert_eq!(span.charged_bytes(), 0, "parked memory is mapped");
             (over, dropped, held, events)
         };
         dedicated.send(events);
@@ -409,6 +421,7 @@ impl dyn TaggedMemory {
         if self.gives_up_empty_slots() {
             slots.remove_empty_slots(span);
         }
+        debug_assert_eq!(span.charged_bytes(), 0, "parked memory is mapped");
         let claimed: Vec<u64> = slots.ranges.claimed.iter().copied().collect();
         let (ranges, pieces) = (slots.live_ranges(), mem::take(&mut slots.saved));
         drop(slots);
@@ -435,6 +448,8 @@ impl dyn TaggedMemory {
     ) -> Result<()> {
         let (span, stream) = (self.span()?, pool.streams().lease()?);
         let new = pool.back_slots_until(span, &stream, self.tag(), claimed, until)?;
+        debug_assert!(new <= restored.taken, "maps more than it needs");
+        debug_assert_eq!(span.charged_bytes(), restored.taken, "a slot has no memory");
         self.dedicated().slot_pool_backed(new, restored.taken - new);
         self.record_mapped(restored.taken, true);
         if !restored.pieces.is_empty() {
@@ -480,7 +495,9 @@ impl dyn TaggedMemory {
         let dedicated = self.dedicated();
         let events = {
             let slots = &mut **self.slots();
+            debug_assert_eq!(slots.phase, Phase::Resuming, "resumes what is not parked");
             let live = slots.live().0;
+            debug_assert!(live <= restored.taken, "live blocks have no memory");
             for block in slots.blocks.values() {
                 dedicated.slot_pool_resumed(block.bytes, block.requested, block.tag);
             }

@@ -324,6 +324,11 @@ impl PlannedMemory {
         let driver_block = self.template(&state.cursor, place, hit.number, timeline, left);
         let (address, bytes) = (self.span.address + hit.offset, driver_block.bytes);
         let (requested, tag) = (request.size(), request.owner());
+        debug_assert!(
+            hit.offset + bytes <= self.span.bytes,
+            "a place beyond the range of the plan"
+        );
+        debug_assert!(address.is_multiple_of(request.alignment()), "a block is not aligned");
         state.usage.record_alloc(bytes, requested);
         let now = state.usage.now();
         if !state.bounds.contains(now) && !state.bounds.admit(now, self.peaks.reserve()) {
@@ -435,6 +440,7 @@ impl PlannedMemory {
             left.add_block(place.block.take());
             work.uses.extend(place.more.take().map(|more| more.uses).unwrap_or_default());
         }
+        debug_assert_eq!((state.pending, state.usage.live()), (0, 0), "a retired plan has blocks");
         work.own = latest(work.own.into_vec()).into();
         state.streams.take().into_iter().for_each(|on| left.add_timeline(Some(on)));
         left.retire(work, until_free);

@@ -15,10 +15,9 @@ impl StreamCache {
         self.with_unflushed(|s| {
             let token = *s.allocate_token(self, request)?;
             let address = token.extent.address;
-            s.raw.insert(
-                address,
-                RawBlock::Unique(RawToken { token, uses: UseList::new(), meta: LazyBox::NONE }),
-            );
+            let raw = RawToken { token, uses: UseList::new(), meta: LazyBox::NONE };
+            let before = s.raw.insert(address, RawBlock::Unique(raw));
+            debug_assert!(before.is_none(), "two raw blocks at one address");
             s.record_raw(address);
             Some(address)
         })
@@ -44,7 +43,8 @@ impl StreamCache {
     /// Stores the contents of a token while its address is released.
     pub(crate) fn insert_raw(&self, address: u64, token: RawToken) {
         self.with_unflushed(|s| {
-            s.raw.insert(address, RawBlock::Unique(token));
+            let before = s.raw.insert(address, RawBlock::Unique(token));
+            debug_assert!(before.is_none(), "two raw blocks at one address");
             s.record_raw(address);
         });
     }

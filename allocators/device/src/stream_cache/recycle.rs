@@ -38,6 +38,8 @@ impl StreamCache {
             {
                 return None;
             }
+            debug_assert_eq!(s.blocks(), 0, "blocks without memory");
+            debug_assert!(s.raw.is_empty() && s.unsettled.is_empty(), "a block outlives its cache");
             let Binding { pool, directory, number, timeline, open } = s.binding.take()?;
             match Arc::try_unwrap(timeline) {
                 Ok(timeline) => {

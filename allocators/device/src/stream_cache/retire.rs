@@ -66,6 +66,11 @@ impl CacheState {
         if !over || self.blocks() > 0 || !self.pending.is_empty() || self.collecting > 0 {
             return None;
         }
+        debug_assert_eq!(self.usage.requested, 0, "a cache without blocks counts some");
+        debug_assert!(
+            self.raw.is_empty() && self.unsettled.is_empty(),
+            "a block outlives its cache"
+        );
         self.usage = CacheUsage::default();
         self.bounds = PartBounds::default();
         self.last_free = 0;
