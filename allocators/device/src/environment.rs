@@ -5,9 +5,8 @@
 //!   format. The pool's own recorder gets all events as well. Default: none.
 //! - `AQUIFER_BYPASS=1` makes each block an allocation of its own from the driver, which memory
 //!   checkers can see. Default: `0`.
-//! - `AQUIFER_DEBUG` lists the checks of every pool: any of `poison`, `canaries`, `quarantine`,
-//!   `overlap`, `leaks` and `backtraces`, separated by commas, or `all` for the first five.
-//!   `quarantine=AMOUNT` sets its size, `64MiB` if it is not given. Default: nothing.
+//! - `AQUIFER_DEBUG` lists the checks of every pool: any of `poison`, `canaries`, `leaks` and
+//!   `backtraces`, or `all` for all but the last. Default: nothing.
 //! - `AQUIFER_PLAN` names a plan file for every pool without a plan of its own
 //!   ([`PoolConfig::plan`](crate::PoolConfig::plan)). Default: none.
 //!

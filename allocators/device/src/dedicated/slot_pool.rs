@@ -292,9 +292,18 @@ impl DedicatedPool {
     }
 
     /// Counts an allocated block.
-    pub(crate) fn slot_pool_allocated(&self, bytes: u64, requested: u64, tag: Tag) {
+    pub(crate) fn slot_pool_allocated(
+        &self,
+        kind: BlockKind,
+        bytes: u64,
+        requested: u64,
+        tag: Tag,
+    ) {
         self.update_usage(|a| {
             a.cached -= bytes;
+            if kind == BlockKind::Graph {
+                a.free_of_graphs -= bytes;
+            }
             a.record_alloc(bytes, requested, tag);
             a.by_tag.of_mut(tag).blocks += 1;
             a.live.add_block();

@@ -16,13 +16,11 @@ use crate::{
         pending::{StreamDeps, latest, raise},
     },
     dedicated::{DedicatedPool, Span, slot_pool::Capture},
-    park::tagged::{SlotBlock, SlotBlocks},
+    park::tagged::{SlotBlock, SlotBlocks, TaggedMemory},
     pool_core::PoolCore,
 };
-use aquifer_core::{
-    Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, event::BlockKind,
-};
-use aquifer_driver::{DeviceRange, Driver, Ownership};
+use aquifer_core::{BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, event::BlockKind};
+use aquifer_driver::{DeviceRange, Driver};
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use smallvec::smallvec;
@@ -471,40 +469,23 @@ impl GraphMemory {
         capture: Capture,
     ) -> Block {
         debug_assert!(range.start.is_multiple_of(request.alignment()), "a block is not aligned");
-        let (dedicated, timeline) = (&self.dedicated, stream.timeline());
+        let dedicated = &self.dedicated;
         let (requested, tag) = (request.size(), request.owner());
         let (releaser, streams) = (self.clone(), &self.streams);
         let (block, watch) =
             dedicated.slot_pool_block(releaser, streams, stream, range, requested, tag);
-        let (generation, watch) = (block.generation(), Some(watch));
         let event = {
             let mut state = self.state();
-            dedicated.slot_pool_allocated(range.len, requested, tag);
-            dedicated.update_usage(|usage| usage.free_of_graphs -= range.len);
             if !capture.is_eager() {
                 state.captured.extend(self.grid().slots(range));
             }
-            let live = Ownership::Live { stream: stream.timeline().noted(), generation };
-            dedicated.notify_observer(generation, range.start, range.len, live);
-            let owner_stream = timeline.clone();
-            state.slots.insert(
-                range.start,
-                SlotBlock {
-                    bytes: range.len,
-                    requested,
-                    tag,
-                    owner_stream,
-                    generation,
-                    capture,
-                    watch,
-                },
-            );
+            let (kind, watched) = (BlockKind::Graph, (&block, watch));
+            let event = state.slots.hand_out(dedicated, kind, stream, watched, capture);
             // From here on, what the stream frees in this capture can be reused by the stream.
             if capture != Capture::UNANNOUNCED {
-                state.open_list(capture, timeline);
+                state.open_list(capture, stream.timeline());
             }
-            let (kind, stream) = (BlockKind::Graph, stream.number());
-            dedicated.event(kind, Action::Allocate, stream, range.start, requested, tag)
+            event
         };
         dedicated.send(event);
         block
@@ -518,15 +499,7 @@ impl GraphMemory {
             // What cannot be fenced or polled now counts as not done. Other memory can be used.
             let _ = timeline.fence(*epoch).and_then(|_| timeline.poll());
         }
-        let (over, events) = {
-            let mut state = self.state();
-            let count = |bytes| self.dedicated.slot_pool_collected(BlockKind::Graph, bytes);
-            let over = state.slots.ranges.collect(false, count);
-            let events = self.dedicated.completion_events(BlockKind::Graph, &over, Tag::NONE);
-            (over, events)
-        };
-        self.dedicated.send(events);
-        drop(over);
+        (self as &dyn TaggedMemory).collect();
         work.len()
     }
 

@@ -11,7 +11,7 @@
 
 use super::{
     settings::Phase,
-    tagged::{SlotBlock, SlotBlocks, TaggedMemory},
+    tagged::{SlotBlocks, TaggedMemory},
 };
 use crate::{
     Adoption, Block,
@@ -30,7 +30,7 @@ use crate::{
 use aquifer_core::{
     Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, event::BlockKind,
 };
-use aquifer_driver::{DeviceRange, Ownership, RawStream};
+use aquifer_driver::{DeviceRange, RawStream};
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use std::{
@@ -256,35 +256,15 @@ impl ParkablePool {
         request: &Request,
     ) -> Result<Block> {
         debug_assert!(range.start.is_multiple_of(request.alignment()), "a block is not aligned");
-        let (dedicated, tag, timeline) = (&self.dedicated, self.tag, stream.timeline());
-        let requested = request.size();
+        let (dedicated, streams) = (&self.dedicated, &self.streams);
         let releaser = Arc::new(ParkableRelease(self.clone()));
-        let streams = &self.streams;
         let (block, watch) =
-            dedicated.slot_pool_block(releaser, streams, stream, range, requested, tag);
-        let generation = block.generation();
+            dedicated.slot_pool_block(releaser, streams, stream, range, request.size(), self.tag);
         let entered = {
             let mut state = self.state();
-            let resident = state.check_resident(self.tag);
-            if resident.is_ok() {
-                dedicated.slot_pool_allocated(range.len, requested, tag);
-                let live = Ownership::Live { stream: stream.timeline().noted(), generation };
-                dedicated.notify_observer(generation, range.start, range.len, live);
-                let owner_stream = timeline.clone();
-                let live_block = SlotBlock {
-                    bytes: range.len,
-                    requested,
-                    tag,
-                    owner_stream,
-                    generation,
-                    capture: Capture::UNANNOUNCED,
-                    watch: Some(watch),
-                };
-                state.insert(range.start, live_block);
-            }
-            resident.map(|()| {
-                let (kind, stream) = (BlockKind::Parkable, stream.number());
-                dedicated.event(kind, Action::Allocate, stream, range.start, requested, tag)
+            state.check_resident(self.tag).map(|()| {
+                let (kind, capture) = (BlockKind::Parkable, Capture::UNANNOUNCED);
+                state.hand_out(dedicated, kind, stream, (&block, watch), capture)
             })
         };
         match entered {
@@ -308,15 +288,7 @@ impl ParkablePool {
             timeline.fence(epoch)?;
             timeline.poll()?;
         }
-        let (over, events) = {
-            let mut state = self.state();
-            let count = |bytes| self.dedicated.slot_pool_collected(BlockKind::Parkable, bytes);
-            let over = state.ranges.collect(false, count);
-            let events = self.dedicated.completion_events(BlockKind::Parkable, &over, self.tag);
-            (over, events)
-        };
-        self.dedicated.send(events);
-        self.dedicated.complete(over);
+        (self as &dyn TaggedMemory).collect();
         Ok(())
     }
 

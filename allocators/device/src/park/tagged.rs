@@ -11,7 +11,7 @@ use super::{
     settings::{Park, ParkReport, Phase, QUIESCE_POLL, ResumeReport},
 };
 use crate::{
-    DevicePool,
+    Block, DevicePool,
     base::{
         driver::owner_of_freed,
         pending::{DeferredFree, PartsWork, latest},
@@ -77,12 +77,30 @@ impl SlotBlocks {
         if self.phase == Phase::Resident { Ok(()) } else { Err(MemoryError::Parked { tag }) }
     }
 
-    /// Adds a block that is handed out.
-    pub(crate) fn insert(&mut self, address: u64, block: SlotBlock) {
-        let range = Range { start: address, len: block.bytes };
-        debug_assert!(!self.has_live_in(range), "a block over a live one");
+    /// Counts a block that is handed out for work on `stream`, and adds it to the live ones.
+    /// Returns its event, to be sent without the lock.
+    pub(crate) fn hand_out(
+        &mut self,
+        dedicated: &DedicatedPool,
+        kind: BlockKind,
+        stream: &Stream,
+        (block, watch): (&Block, Watch),
+        capture: Capture,
+    ) -> Option<(EventTicket, Event)> {
+        let (address, bytes, requested) = (block.address(), block.capacity(), block.bytes());
+        let (tag, generation, timeline) = (block.tag(), block.generation(), stream.timeline());
         debug_assert!(self.phase.has_memory(), "a block without memory");
+        debug_assert!(
+            !self.has_live_in(Range { start: address, len: bytes }),
+            "a block over a live one"
+        );
+        dedicated.slot_pool_allocated(kind, bytes, requested, tag);
+        let live = Ownership::Live { stream: timeline.noted(), generation };
+        dedicated.notify_observer(generation, address, bytes, live);
+        let (owner_stream, watch) = (timeline.clone(), Some(watch));
+        let block = SlotBlock { bytes, requested, tag, owner_stream, generation, capture, watch };
         self.blocks.insert(address, block);
+        dedicated.event(kind, Action::Allocate, stream.number(), address, requested, tag)
     }
 
     /// Returns the bytes of the live blocks: allocated and requested.
@@ -302,6 +320,19 @@ impl dyn TaggedMemory {
     /// Returns the bytes of physical memory that are charged for it.
     pub(super) fn charged_bytes(&self) -> u64 {
         self.span().map_or(0, |span| span.charged_bytes())
+    }
+
+    /// Moves freed blocks whose uses are done to the free ranges. Makes no driver call.
+    pub(crate) fn collect(&self) {
+        let (dedicated, kind) = (self.dedicated(), self.kind());
+        let (over, events) = {
+            let count = |bytes| dedicated.slot_pool_collected(kind, bytes);
+            let over = self.slots().ranges.collect(false, count);
+            let events = dedicated.completion_events(kind, &over, self.completion_tag());
+            (over, events)
+        };
+        dedicated.send(events);
+        dedicated.complete(over);
     }
 
     /// Returns the tag with which the completion of a freed block is recorded.
