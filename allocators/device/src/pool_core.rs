@@ -25,7 +25,7 @@ use crate::{
     publisher::PoolPublisher,
     retention::Retention,
     sharing_policy::SharingPolicy,
-    stream_cache::{StreamCache, recycle::IdleCache},
+    stream_cache::{StreamCache, close::IdleCache},
 };
 use aquifer_core::{
     Budget, DeviceId, PoolStats, Result,

@@ -4,7 +4,7 @@
 //!   stream uses.
 //! - Caches are allocated once, never freed, and recycled. In an open pool, a cache serves another
 //!   stream when its own has no lease, all blocks have been returned, and the cache holds no memory
-//!   any more (see [`recycle`]). The cache of a closed pool can serve any pool once its last block
+//!   any more (see [`close`]). The cache of a closed pool can serve any pool once its last block
 //!   has been returned. A block can therefore store a plain `&'static StreamCache` instead of a
 //!   reference count.
 //! - **Memory in a cache's heap is ordered on its stream.** If only the owner stream used a block,
@@ -40,12 +40,8 @@
 //! [prefers shared memory]: crate::sharing_policy::SharingPolicy::prefers_shared
 
 pub(crate) mod close;
-mod events;
 pub(crate) mod free;
-pub(crate) mod pending;
 mod raw;
-pub(crate) mod recycle;
-mod retire;
 mod stats;
 mod unsettled;
 
@@ -236,6 +232,15 @@ pub(crate) struct PendingFree {
     /// Uses that were not known to be done when last polled.
     pub(crate) uses: Uses,
     until_free: UntilFree,
+}
+
+/// How pending blocks are released.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum CollectMode {
+    /// Release blocks whose uses are known to be done.
+    Completed,
+    /// Also make the owner stream wait on the device for stamped uses.
+    WaitOnDevice,
 }
 
 /// Idle caches that any pool can take.

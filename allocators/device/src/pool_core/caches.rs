@@ -5,7 +5,7 @@ use crate::{
     Block, Request,
     base::{driver::check_stream_device, extent::BlockExtent, part_bounds::LimitReserve},
     request::ValidateRequest,
-    stream_cache::{CacheHost, StreamCache, recycle::IdleCache},
+    stream_cache::{CacheHost, StreamCache, close::IdleCache},
 };
 use aquifer_core::{
     Action, Result,

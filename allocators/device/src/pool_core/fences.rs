@@ -7,7 +7,7 @@ use crate::{
         pending::raise,
         waits::{has_passed, try_wait, wait_for_epoch},
     },
-    stream_cache::{StreamCache, pending::CollectMode},
+    stream_cache::{CollectMode, StreamCache},
 };
 use aquifer_core::{
     Result,
