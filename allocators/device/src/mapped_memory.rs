@@ -276,6 +276,27 @@ impl MappedMemory {
         (self.moves_begun.load(Ordering::SeqCst), moves_ended)
     }
 
+    /// Checks the table and the shared free list, and that a handle lies behind each free range.
+    /// Called while no other thread uses the pool.
+    ///
+    /// # Panics
+    /// If this is not so.
+    pub(crate) fn check(&self) {
+        let slots = self.slots();
+        slots.check();
+        let shared_free = self.shared_free();
+        shared_free.check();
+        for (range, _) in shared_free.iter() {
+            let around = self.slots_around(range);
+            let (first, count) = self.whole_slots(around);
+            let backed: u64 = slots
+                .covering(first, count)
+                .map(|mapping| mapping.end().min(first + count) - mapping.first.max(first))
+                .sum();
+            assert_eq!(backed, count, "nothing lies behind a part of {range:?}");
+        }
+    }
+
     /// Returns the epochs that unused mappings wait for.
     pub(crate) fn zombie_fences<'s>(&self, bump: &'s Bump) -> List<'s, (Arc<Timeline>, u64)> {
         list(bump, self.slots().zombies.iter().flat_map(|zombie| zombie.until.iter().cloned()))

@@ -378,6 +378,22 @@ impl DevicePool {
         self.checked().map_or_else(|| Ok(Vec::new()), |checked| checked.check())
     }
 
+    /// Checks the invariants of the pool's own structures, for fuzzing. Called while no other thread
+    /// uses the pool.
+    ///
+    /// # Panics
+    /// If one does not hold: a bug of this library.
+    #[doc(hidden)]
+    pub fn check_invariants(&self) {
+        let core = self.core();
+        core.memory.check();
+        let stats = core.stats();
+        assert!(
+            stats.live + stats.cached + stats.pending <= stats.physical,
+            "more than is held: {stats:?}"
+        );
+    }
+
     /// Returns the live blocks by the source lines that allocated them, or `None` unless
     /// [`leaks`](crate::Debugging::leaks) is enabled. Never blocks.
     #[must_use]

@@ -103,9 +103,11 @@ impl SharingPolicy {
     }
 
     /// Returns whether a block of `bytes` searches the shared free list before anything is polled.
-    /// A large block is worth the poll.
+    /// A large block is worth the poll, and so is any block of a pool whose slack is set below the
+    /// default.
     pub(crate) fn searches_shared_first(&self, bytes: u64) -> bool {
-        self.prefers_shared(bytes) && bytes < policy().large_block
+        let is_tight = self.slack.is_some_and(|slack| slack < u64::from(DEFAULT_SLACK));
+        self.prefers_shared(bytes) && bytes < policy().large_block && !is_tight
     }
 
     /// Counts a thread on the slow path, for a block of `bytes`, until the value is dropped. Raises

@@ -151,13 +151,16 @@ impl HeldBytes {
 
     /// Records that a refused release has succeeded later.
     pub(crate) fn unstrand(&self, bytes: u64) {
-        self.stuck.fetch_sub(bytes, Ordering::Relaxed);
+        let before = self.stuck.fetch_sub(bytes, Ordering::Relaxed);
+        debug_assert!(before >= bytes, "{bytes} of {before} stranded bytes are released");
         self.sub(bytes);
     }
 
     pub(crate) fn sub(&self, bytes: u64) {
-        self.now.fetch_sub(bytes, Ordering::Relaxed);
-        self.whole.now.fetch_sub(bytes, Ordering::Relaxed);
+        let before = self.now.fetch_sub(bytes, Ordering::Relaxed);
+        debug_assert!(before >= bytes, "{bytes} of {before} held bytes are released");
+        let before = self.whole.now.fetch_sub(bytes, Ordering::Relaxed);
+        debug_assert!(before >= bytes, "{bytes} of the pool's {before} bytes are released");
     }
 }
 
@@ -232,6 +235,7 @@ impl Handle {
         held: &Arc<HeldBytes>,
     ) -> Result<Arc<Handle>, (DriverError, Charge)> {
         let bytes = charge.bytes();
+        debug_assert!(bytes > 0, "a handle of no bytes");
         let created = if types == ExportTypes::NONE {
             driver.handle_create(device, bytes)
         } else {

@@ -138,9 +138,18 @@ impl SharedFreeList {
 
     /// Adds a range that the caller owns, and merges it with its neighbours.
     pub(crate) fn add(&mut self, range: Range, mut deps: StreamDeps) {
+        debug_assert!(range.len > 0, "an empty range");
         self.bytes += range.len;
         let mut whole = range;
         let below = self.below(range.start);
+        debug_assert!(
+            below.is_none_or(|at| self.span(at).end() <= range.start),
+            "the range below covers it"
+        );
+        debug_assert!(
+            self.after(below).is_none_or(|at| self.span(at).start >= range.end()),
+            "it covers the range above"
+        );
         if let Some(above) = self.after(below)
             && self.span(above).start == range.end()
         {
@@ -160,6 +169,25 @@ impl SharedFreeList {
                 self.insert_after(below, whole, deps);
             }
         }
+    }
+
+    /// Checks that the ranges are in order and apart, and that the sums are right.
+    ///
+    /// # Panics
+    /// If this is not so.
+    pub(crate) fn check(&self) {
+        let (mut end, mut bytes) = (None, 0);
+        for chunk in &self.chunks {
+            assert_eq!(chunk.spans.len(), chunk.deps.len(), "dependencies of other ranges");
+            assert!((1..=CHUNK).contains(&chunk.spans.len()), "{} ranges", chunk.spans.len());
+            let longest = chunk.spans.iter().map(|span| span.len).max();
+            assert_eq!(Some(chunk.longest), longest, "the longest range of a chunk");
+            for span in &chunk.spans {
+                assert!(span.len > 0 && end.is_none_or(|end| end < span.start), "{span:?} touches");
+                (end, bytes) = (Some(span.end()), bytes + span.len);
+            }
+        }
+        assert_eq!(self.bytes, bytes, "the sum of the ranges");
     }
 
     /// An iterator over the ranges that are `ready` and have room for a block, by address, each
@@ -213,6 +241,7 @@ impl SharedFreeList {
 
     /// Removes a range; returns `None` if it is not entirely free.
     pub(crate) fn take(&mut self, range: Range) -> Option<StreamDeps> {
+        debug_assert!(range.len > 0, "an empty range");
         let found = self.below(range.start)?;
         let span = self.span(found);
         if !span.covers(&range) {
@@ -367,6 +396,7 @@ mod tests {
             assert!(
                 shared_free.iter().map(|(range, _)| (range.start, range.len)).eq(model.clone())
             );
+            shared_free.check();
             assert_eq!(shared_free.bytes(), model.values().sum());
             for bytes in [1, 7, 10, 11] {
                 let found = shared_free.find(bytes, 1, None, |_| true).map(|range| range.start);

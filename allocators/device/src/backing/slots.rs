@@ -77,6 +77,7 @@ impl Slots {
 
     /// Claims `count` unclaimed slots from `first` on.
     pub(crate) fn claim(&mut self, first: u64, count: u64) {
+        debug_assert!(count > 0, "claims no slot");
         let Some((&start, &len)) = self.free.range(..=first).next_back() else { return };
         debug_assert!(first + count <= start + len, "claims slots that are somebody's");
         self.free.remove(&start);
@@ -91,6 +92,8 @@ impl Slots {
 
     /// Releases `count` slots from `first` on, where nothing is mapped.
     pub(crate) fn release(&mut self, first: u64, count: u64) {
+        debug_assert!(count > 0, "releases no slot");
+        debug_assert!(self.covering(first, count).next().is_none(), "a handle is mapped there");
         let (mut start, mut len) = (first, count);
         if let Some((&before, &n)) = self.free.range(..first).next_back()
             && before + n == first
@@ -106,8 +109,12 @@ impl Slots {
 
     /// Records a mapping.
     pub(crate) fn map(&mut self, mapping: Mapping) {
-        let before = self.mapped.insert(mapping.first, mapping);
-        debug_assert!(before.is_none(), "two handles at one slot");
+        debug_assert!(mapping.count > 0, "a mapping has slots");
+        debug_assert!(
+            self.covering(mapping.first, mapping.count).next().is_none(),
+            "two handles at one slot"
+        );
+        self.mapped.insert(mapping.first, mapping);
     }
 
     /// Removes the mapping that begins at a slot.
@@ -131,6 +138,26 @@ impl Slots {
         let before = self.mapped.range(..first).next_back().map(|(_, mapping)| mapping);
         let rest = self.mapped.range(first..first + count).map(|(_, mapping)| mapping);
         before.filter(|mapping| mapping.end() > first).into_iter().chain(rest)
+    }
+
+    /// Checks that the runs of unclaimed slots are apart, and that no mapping overlaps another or
+    /// such a run.
+    ///
+    /// # Panics
+    /// If this is not so.
+    pub(crate) fn check(&self) {
+        let mut end = None;
+        for (first, count) in self.free_runs() {
+            assert!(count > 0 && end.is_none_or(|end| end < first), "free runs touch at {first}");
+            let mapped = self.covering(first, count).next();
+            assert!(mapped.is_none(), "slots from {first} are free and mapped");
+            end = Some(first + count);
+        }
+        let mut end = 0;
+        for mapping in self.mapped() {
+            assert!(mapping.count > 0 && end <= mapping.first, "mappings overlap at {end}");
+            end = mapping.end();
+        }
     }
 
     /// An iterator over all mappings, by address.

@@ -72,6 +72,7 @@ impl Grid {
     /// Returns how many wholly free slots a block at `block` would pin. `free` is the free stretch
     /// around it, which is delimited by memory in use.
     pub(crate) fn pins(self, free: Range, block: Range) -> u64 {
+        debug_assert!(free.covers(&block), "{block:?} is not in {free:?}");
         let Self { base, slot } = self;
         let first = ((block.start - base) / slot).max((free.start - base).div_ceil(slot));
         let end = (block.end() - base).div_ceil(slot).min((free.end() - base) / slot);
@@ -92,6 +93,7 @@ pub(crate) fn best<'s>(
     pins_fewest: bool,
 ) -> Option<Window<'s>> {
     let Grid { base, slot } = grid;
+    debug_assert!(bytes > 0 && align > 0, "{bytes} bytes at {align}");
     let backed = backed.map(|r| WindowPiece { start: r.start, end: r.start + r.len, backed: true });
     let bare = bare.map(|(first, count)| {
         let start = base + first * slot;
@@ -109,6 +111,7 @@ pub(crate) fn best<'s>(
         from = to;
     }
     let (_, _, start) = best?;
+    debug_assert!(start.is_multiple_of(align), "{start:#x} is not aligned to {align}");
     let missing = list(bump, missing(&pieces, base, slot, start, bytes));
     Some(Window { block: Range { start, len: bytes }, missing })
 }

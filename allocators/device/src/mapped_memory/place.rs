@@ -91,7 +91,10 @@ impl MappedMemory {
                 self.stash_spare(&mut plan);
                 let foreign = claim.pieces.iter().filter(|piece| !piece.is_from(cache));
                 outcome.adopted += foreign.map(|piece| piece.range.len).sum::<u64>();
-                Ok(self.commit_claim(cache, claim, request))
+                let window = claim.window.block;
+                let block = self.commit_claim(cache, claim, request);
+                debug_assert!(block.is_some(), "{window:?} was taken for {request:?}");
+                Ok(block)
             }
             Ok(false) => {
                 self.restore_mappings(plan.busy.drain(..));
@@ -133,6 +136,7 @@ impl MappedMemory {
         };
         // Dependencies that are not done belong to the stream itself.
         let stamp = deps.iter().map(|(_, epoch)| *epoch).max().unwrap_or(0).min(own.open());
+        debug_assert!(range.len >= bytes && range.start.is_multiple_of(align), "{range:?}");
         cache.with(|s| {
             s.add(range, stamp);
             let block = Range { len: bytes, ..range };

@@ -102,6 +102,7 @@ impl<'s> MappingPlan<'s> {
     /// Takes a charge of `bytes` from `unspent`, with the part of it that is new.
     fn draw(&mut self, bytes: u64) -> Option<(Charge, u64)> {
         let charge = self.unspent.as_mut()?.split(bytes)?;
+        debug_assert_eq!(charge.bytes(), bytes, "a charge is split exactly");
         let new = bytes.min(self.unspent_new);
         self.unspent_new -= new;
         Some((charge, new))
@@ -114,6 +115,7 @@ impl<'s> MappingPlan<'s> {
 
     /// Plans a handle at the slot `first`. Returns the number of slots of `slot` bytes it covers.
     pub(super) fn map_at(&mut self, first: u64, unmapped: UnmappedHandle, slot: u64) -> u64 {
+        debug_assert!(unmapped.handle.bytes().is_multiple_of(slot), "a handle has whole slots");
         let count = unmapped.handle.bytes() / slot;
         self.planned.push(PlannedMapping { first, count, unmapped });
         count
@@ -245,7 +247,11 @@ impl MappedMemory {
             }
             let new = grows.then_some((funds, growth));
             match self.plan_mappings(claim, plan, new, outcome) {
-                Ok(()) => return Ok(true),
+                Ok(()) => {
+                    let covered: u64 = plan.planned.iter().map(|planned| planned.count).sum();
+                    debug_assert_eq!(covered + plan.unused, claim.window.need(), "all slots");
+                    return Ok(true);
+                }
                 Err(Some(refused)) if refused.is_out_of_memory() => outcome.refused = Some(refused),
                 Err(Some(refused)) => return Err(refused.into_error(self.device)),
                 Err(None) => {}
