@@ -11,16 +11,14 @@
 //! | `table` | runtimes by number, destroyed in any order |
 //! | `thread_state` | thread-local state: finds the stream of a raw handle without a lock |
 //! | [`runtime`] | creating and destroying runtimes |
-//! | [`device`] | device memory |
-//! | [`stream`] | the lifetime of foreign streams |
+//! | [`device`] | device memory, and the lifetime of foreign streams |
 //! | [`facts`] | devices, limits, statistics, snapshots |
 //! | `process` | the runtime that PyTorch and CuPy use, and the devices of its addresses |
 //! | [`graphs`] | memory of captured graphs, by PyTorch's names |
 //! | [`pinned`] | pinned host memory |
 //! | [`staging`] | copies of pageable memory to and from the device |
 //! | [`sharing`] | blocks of PyTorch for other processes |
-//! | [`torch`] | the functions for PyTorch's pluggable allocator |
-//! | [`cupy`] | the functions for CuPy's C function allocator |
+//! | [`torch`] | the functions for PyTorch's pluggable allocator, and for CuPy's C function allocator |
 //! | [`region`] | a thread's tag for memory that can be given back |
 //! | [`ledger`] | claims of memory that processes share |
 //! | `caps` | the most that administrators let a process claim |
