@@ -7,15 +7,12 @@
 //! | [`tag`] | the owner of an allocation, set by scope |
 //! | [`error`] | the error types, with the figures that explain them |
 //! | [`budget`] | exact limits on bytes, by RAII |
-//! | [`gate`] | a condition that becomes true when queued work is done |
 //! | [`stats`] | the statistics of a pool |
 //! | [`event`] | the record of every operation on memory, and the sinks for such records |
 //! | [`adapter`] | one macro for every `Allocator` trait |
-//! | [`defer`] | the contract of an allocator whose freed blocks a device may still read |
-//! | [`opaque`] | memory that the host cannot access, as wrappers see it |
-//! | [`request`] | an allocation request for such memory |
+//! | [`defer`] | an allocator whose freed blocks a device may still read, gates of queued work, and memory that is reset between the steps of a loop |
+//! | [`request`] | memory that the host cannot access, as wrappers see it, and requests for it |
 //! | [`sanitizer`] | poisoning of free memory for `AddressSanitizer` |
-//! | [`step`] | memory that is reset between the steps of a loop |
 //! | [`wake`] | futures that wait for devices, and the thread that wakes them |
 //!
 //! This crate touches no memory and no device, and makes no memory-related system calls.

@@ -334,7 +334,7 @@ impl<T> Typed for DeviceBuffer<T> {
 
 /// A value that could not be adopted or returned, with the error.
 ///
-/// See [`Adopted`](crate::Adopted) for an example.
+/// See [`Adopted`] for an example.
 pub struct Declined<V> {
     /// The value that was handed in.
     pub value: V,

@@ -62,7 +62,7 @@ pub(crate) mod slot {
     pub(crate) const RANK: usize = 5;
     /// The number of the wish.
     pub(crate) const TICKET: usize = 6;
-    /// When the wish was renewed, in nanoseconds of the [clock](crate::clock).
+    /// When the wish was renewed, in nanoseconds of [`now_ns`](crate::system::now_ns).
     pub(crate) const RENEWED: usize = 7;
 
     /// When the wish began.

@@ -260,7 +260,7 @@ impl fmt::Debug for Ledger {
 /// The figures of a ledger, read one after another while members change them. All are in bytes
 /// unless noted.
 ///
-/// See the example of [`Ledger`](crate::Ledger).
+/// See the example of [`Ledger`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct LedgerFigures {
@@ -276,7 +276,7 @@ pub struct LedgerFigures {
 
 /// The figures of a live member. All are in bytes unless noted.
 ///
-/// See the example of [`Ledger`](crate::Ledger).
+/// See the example of [`Ledger`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct MemberFigures {

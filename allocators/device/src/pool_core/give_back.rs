@@ -135,7 +135,7 @@ impl PoolCore {
         Ok(released)
     }
 
-    /// As [`DevicePool::warm`].
+    /// As [`DevicePool::warm`](crate::DevicePool::warm).
     pub(crate) fn warm(&self, bytes: u64) -> Result<u64> {
         let taken = if bytes == 0 {
             0

@@ -11,7 +11,7 @@ use crate::{Extent, Range};
 ///
 /// `live_bytes + slab_free_bytes + free_bytes` is the managed total.
 ///
-/// See the example of [`Heap`](crate::Heap).
+/// See the example of [`Heap`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct HeapStats {
