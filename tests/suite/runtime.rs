@@ -426,7 +426,7 @@ fn a_runtime_reports_its_fallback_the_reason_and_violations() {
     assert_eq!(status, Some(0), "{told}");
     let reasons = ["libcuda.so.1", "CUDA_VISIBLE_DEVICES", "no CUDA"];
     assert!(
-        said.contains("there is none: ") && reasons.iter().any(|why| said.contains(why)),
+        said.contains("no GPU is available: ") && reasons.iter().any(|why| said.contains(why)),
         "{said}"
     );
 }
