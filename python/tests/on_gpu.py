@@ -3,7 +3,7 @@
     AQUIFER_LIB=... python python/tests/on_gpu.py [GROUP ...]
 
 Each group is a process of its own, since a process has one allocator. A test is a function of its group; its name is the
-property. `README.md` says which of PyTorch's own tests it stands for. Exit: 0 if all hold. Without a GPU: skipped, and an error
+property. Many stand for a test of PyTorch's own `test_cuda.py`, which no installed PyTorch has. Exit: 0 if all hold. Without a GPU: skipped, and an error
 under AQUIFER_REQUIRE_GPU=1.
 """
 

@@ -3,7 +3,6 @@
     AQUIFER_LIB=... python python/tests/on_sim.py
 """
 
-import ast
 import ctypes
 import json
 import os
@@ -516,24 +515,6 @@ class Launcher(LauncherTests, unittest.TestCase):
 
 class TheTestsOnAGpu(unittest.TestCase):
     """What can be seen of them without one."""
-
-    def written(self):
-        found = {}
-        for file in HERE.glob("*.py"):
-            for node in ast.parse(file.read_text()).body:
-                if isinstance(node, ast.FunctionDef):
-                    groups = [mark.args[0].value for mark in node.decorator_list if isinstance(mark, ast.Call) and getattr(mark.func, "id", "") == "of"]
-                    found.update({node.name: group for group in groups})
-        return found
-
-    def test_are_those_that_the_readme_names(self):
-        tests, readme = self.written(), (HERE.parent / "README.md").read_text()
-        self.assertGreater(len(tests), 50)
-        table = readme[readme.index("## PyTorch's own tests") :]
-        rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("| `test_") or line.startswith("| `Test")]
-        named = {name for row in rows for name in re.findall(r"`(\w+)`", row) if "_" in name}
-        self.assertGreater(len(named), 25)
-        self.assertLessEqual(named, set(tests), named - set(tests))
 
     def test_of_pytorchs_own_are_compared_with_what_passes_natively(self):
         outcomes = {
