@@ -79,7 +79,7 @@ int main(void) {
     aq_torch_free(NULL, 0, 0, stream);
     CHECK(stats_of(runtime, 0).blocks == 0);
     aq_torch_record_stream(tensor, other);
-    CHECK(strstr(aq_last_error(), "no block") != NULL);
+    CHECK(strstr(aq_last_error(), "does not belong to this pool") != NULL);
 
     /* Recorded first, used afterwards: the use counts all the same, since the block is freed after it. */
     for (int n = 0; n < 200; n++) {
