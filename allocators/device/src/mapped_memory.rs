@@ -256,7 +256,7 @@ impl MappedMemory {
 
     /// Calls `note` for each free range in no cache that queued work may still use, with the number
     /// of that work's stream and the bytes.
-    pub(crate) fn shared_in_use(&self, note: &mut dyn FnMut(u32, u64)) {
+    pub(crate) fn shared_in_use(&self, mut note: impl FnMut(u32, u64)) {
         for (range, deps) in self.shared_free().iter() {
             let busy = deps.iter().filter(|(timeline, epoch)| !timeline.is_done(*epoch));
             busy.for_each(|(timeline, _)| note(timeline.number(), range.len));

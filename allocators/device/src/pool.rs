@@ -13,10 +13,7 @@ mod source;
 
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
-    base::{
-        usage::LiveUsage,
-        waits::{begin_request, deadline},
-    },
+    base::{usage::LiveUsage, waits::begin_request},
     checked::{BlockSource, CheckedPool},
     direct::Direct,
     environment::Environment,
@@ -28,7 +25,7 @@ use crate::{
 };
 use aquifer_core::{
     Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result, Tag,
-    budget::{Holding, Reclaim},
+    budget::Holding,
 };
 use aquifer_driver::{DeviceInfo, Driver, site};
 use aquifer_stream::{Stream, StreamPool};
@@ -624,15 +621,7 @@ impl AllocPath {
     ) -> Result<Block> {
         match self {
             Self::Direct(direct) => {
-                let bytes = request.size();
-                match draw_and_allocate(&**direct, stream, request, drawn, bytes) {
-                    // The pool's dedicated memory may have the room.
-                    Err(MemoryError::OutOfMemory(_)) => {
-                        Reclaim::reclaim(core, bytes, deadline(core.config.wait));
-                        direct.allocate(stream, request).map_err(|error| core.add_own(error))
-                    }
-                    allocated => allocated,
-                }
+                draw_and_allocate(Some(core), &**direct, stream, request, drawn, request.size())
             }
             Self::Checked(checked) => checked.allocate(stream, request, drawn),
         }

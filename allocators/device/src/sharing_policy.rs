@@ -106,8 +106,7 @@ impl SharingPolicy {
     /// A large block is worth the poll, and so is any block of a pool whose slack is set below the
     /// default.
     pub(crate) fn searches_shared_first(&self, bytes: u64) -> bool {
-        let is_tight = self.slack.is_some_and(|slack| slack < u64::from(DEFAULT_SLACK));
-        self.prefers_shared(bytes) && bytes < policy().large_block && !is_tight
+        self.prefers_shared(bytes) && bytes < policy().large_block && !self.has_small_slack()
     }
 
     /// Counts a thread on the slow path, for a block of `bytes`, until the value is dropped. Raises
@@ -164,12 +163,17 @@ impl SharingPolicy {
         self.room_of_exceeded_bound(bytes).unwrap_or(0)
     }
 
+    /// Returns whether the slack was set below the default: memory comes before speed then.
+    fn has_small_slack(&self) -> bool {
+        self.slack.is_some_and(|slack| slack < u64::from(DEFAULT_SLACK))
+    }
+
     /// Returns the bytes that the pool may hold where `peak` is the most that was in use; `None` if
     /// it has no bound.
     fn bound(&self, peak: u64) -> Option<u64> {
         let slack = self.slack?;
         let share = fraction(peak, slack, 100);
-        if slack < u64::from(DEFAULT_SLACK) {
+        if self.has_small_slack() {
             return Some(peak.saturating_add(share));
         }
         let met = self.met.load(Ordering::Relaxed);

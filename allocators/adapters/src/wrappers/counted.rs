@@ -158,7 +158,8 @@ impl_allocator! {
             new: Layout,
         ) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: guaranteed by the caller.
-            self.counters.resized(old.size(), new.size(), unsafe { self.inner.grow(block, old, new) })
+            let block = unsafe { self.inner.grow(block, old, new) };
+            self.counters.resized(old.size(), new.size(), block)
         }
 
         unsafe fn grow_zeroed(

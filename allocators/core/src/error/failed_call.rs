@@ -92,8 +92,8 @@ pub enum NoGpu {
     Hidden,
     /// The driver was opened and has no device.
     NoDevices,
-    /// The library exists but fails to initialise. Code 100 means that there is no device, 34 that
-    /// the library is the toolkit's stub for linking, 803 that the kernel module has another
+    /// The library was found, but `cuInit` failed. The code says why: 100 for no device, 34 for the
+    /// toolkit's stub, which exists only to link against, 803 for a kernel module of another
     /// version.
     Start(DriverError),
 }

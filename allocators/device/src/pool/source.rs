@@ -1,7 +1,9 @@
 //! The sources of blocks that can be checked: the caches of a pool, and the driver itself.
 
-use crate::{Block, Request, Resource, checked::BlockSource, pool_core::PoolCore};
-use aquifer_core::{PoolStats, Reservation, Result, budget::Reclaim};
+use crate::{
+    Block, Request, Resource, base::waits::deadline, checked::BlockSource, pool_core::PoolCore,
+};
+use aquifer_core::{MemoryError, PoolStats, Reservation, Result, budget::Reclaim};
 use aquifer_stream::Stream;
 use std::{
     sync::{Arc, Mutex, PoisonError, Weak},
@@ -62,7 +64,8 @@ impl BlockSource for BypassSource {
         drawn: Option<&Mutex<Reservation>>,
         bytes: u64,
     ) -> Result<Block> {
-        draw_and_allocate(&*self.direct, stream, request, drawn, bytes)
+        let core = self.core.upgrade();
+        draw_and_allocate(core.as_deref(), &*self.direct, stream, request, drawn, bytes)
     }
 
     fn stats(&self) -> PoolStats {
@@ -89,8 +92,10 @@ fn dedicated_stats(core: &PoolCore) -> PoolStats {
     stats
 }
 
-/// Makes an allocation of the driver, for which a reservation makes room.
+/// Makes an allocation of the driver, for which a reservation makes room. Where the driver or the
+/// budget has none, gives back the dedicated memory of the pool, waits for it, and tries once more.
 pub(super) fn draw_and_allocate(
+    core: Option<&PoolCore>,
     direct: &dyn Resource,
     stream: &Stream,
     request: Request,
@@ -102,5 +107,11 @@ pub(super) fn draw_and_allocate(
         // make room for it.
         drop(drawn.lock().unwrap_or_else(PoisonError::into_inner).draw(bytes));
     }
-    direct.allocate(stream, request)
+    match (direct.allocate(stream, request), core) {
+        (Err(MemoryError::OutOfMemory(_)), Some(core)) => {
+            Reclaim::reclaim(core, request.size(), deadline(core.config.wait));
+            direct.allocate(stream, request).map_err(|error| core.add_own(error))
+        }
+        (allocated, _) => allocated,
+    }
 }

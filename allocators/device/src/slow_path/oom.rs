@@ -131,7 +131,7 @@ impl PoolCore {
         error.tried = progress.tried.into_vec();
         let mut holders: Vec<Holding> = Vec::new();
         let in_use = &mut error.in_use;
-        self.memory.shared_in_use(&mut |stream, bytes| add_in_use(in_use, stream, bytes));
+        self.memory.shared_in_use(|stream, bytes| add_in_use(in_use, stream, bytes));
         for &other in &caches {
             other.with(|s| {
                 error.largest_free = error.largest_free.max(s.heap.largest_free());

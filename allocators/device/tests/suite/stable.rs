@@ -144,6 +144,21 @@ fn departed_memory_is_waited_for_before_an_allocation_is_refused() {
 }
 
 #[test]
+fn departed_memory_is_waited_for_where_each_block_is_the_drivers_and_blocks_may_be_checked() {
+    for leaks in [false, true] {
+        let mut config = SimConfig::h200(1);
+        config.devices = vec![DeviceConfig::without_virtual_memory()];
+        let rig = Rig::on(Sim::new(config).seeded(1), 8, |config| config.debug.leaks = leaks);
+        let s = rig.stream();
+        let mut block = rig.pool.alloc_stable(&s, Request::bytes(8 * MIB)).unwrap();
+        fill(&s, &mut block, 1);
+        drop(block);
+        assert!(rig.pool.alloc(&s, Request::bytes(8 * MIB)).is_ok(), "leaks: {leaks}");
+        rig.assert_silent();
+    }
+}
+
+#[test]
 fn a_stable_block_takes_free_memory_of_the_caches() {
     let rig = Rig::new(16);
     let s = rig.stream();
