@@ -164,7 +164,8 @@
 //! | stranded: the driver has refused the release | no | the release is tried again | `pending` |
 //!
 //! On devices without virtual memory a pool caches nothing: each block is an allocation of the
-//! driver, as in [bypass mode](PoolConfig::bypass). There [`StreamOrdered`] is quicker.
+//! driver, as in [bypass mode](PoolConfig::bypass), and refuses alignments above [`BLOCK_ALIGN`].
+//! There [`StreamOrdered`] is quicker.
 //!
 //! A freed block of a graph or of parkable memory that other streams may still use is `pending`
 //! too. That of a graph is then also part of `graphs`.
