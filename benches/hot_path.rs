@@ -18,7 +18,7 @@ use aquifer::{
     Block, Budget, DeviceId, DevicePool, Driver, PoolConfig, Request, Stream, Tenant, sim::Sim,
 };
 use aquifer_core::random::SplitMix64;
-use aquifer_plan::{Plan, PlanBlock, PlanOptions};
+use aquifer_formats::plan::{Plan, PlanBlock, PlanOptions};
 use std::{error::Error, hint::black_box, sync::Arc, time::Instant};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -111,7 +111,7 @@ fn plan(steps: &[Step]) -> Outcome<Plan> {
         match *step {
             Step::Allocate(bytes) => {
                 held.push(blocks.len());
-                let end = aquifer_plan::NEVER;
+                let end = aquifer_formats::plan::NEVER;
                 blocks.push(PlanBlock { bytes, first: number, end, stream: 0, shared: false });
             }
             Step::Free(at) => blocks[held.swap_remove(at)].end = number,

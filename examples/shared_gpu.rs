@@ -6,7 +6,7 @@
 
 use aquifer::{Bytes, MemoryError, Request, Runtime, sim::Sim};
 // The reader of ledgers, as `aquifer doctor` has it.
-use aquifer_ledger::{Ledger, LedgerFigures};
+use aquifer_status::ledger::{Ledger, LedgerFigures};
 use std::{
     env,
     error::Error,

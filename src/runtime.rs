@@ -23,7 +23,7 @@ use aquifer_host::{
     region::Host,
     topology::{NodeId, Topology, TopologyError},
 };
-use aquifer_ledger::{LedgerMemory, SharedBudget};
+use aquifer_status::ledger::{LedgerMemory, SharedBudget};
 use budgets::{DeviceLimits, ParentBudgets};
 use sharing::Sharing;
 use std::{fmt, path::PathBuf, sync::Arc, time::Duration};

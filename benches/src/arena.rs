@@ -23,6 +23,10 @@
 mod sides;
 mod work;
 
+use crate::console::{
+    place::{DeviceChoice, Place, Session},
+    progress::ProgressLine,
+};
 use crate::{
     lap::{Contender, Pace, contest},
     report::BenchReport,
@@ -32,10 +36,6 @@ use crate::{
 };
 use allocator_api2::{alloc::Global, vec::Vec as AllocVec};
 use aquifer_adapters::Arena;
-use aquifer_console::{
-    place::{DeviceChoice, Place, Session},
-    progress::ProgressLine,
-};
 use aquifer_core::{Budget, DeviceId, MemoryError, Result, scratch::Scratch as PassScratch};
 use aquifer_device::{Block, DevicePool, PoolConfig, Request};
 use aquifer_driver::sim::Sim;

@@ -1,7 +1,7 @@
 //! The device with a stager, and its two references: the driver's own copy, and pinned memory.
 #![expect(unsafe_code, reason = "times the driver's own copies")]
 
-use aquifer_console::place::Session;
+use crate::console::place::Session;
 use aquifer_core::{Budget, MemoryError, Result};
 use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
 use aquifer_driver::{Driver, Operand};

@@ -12,6 +12,10 @@
 mod parked;
 mod state;
 
+use crate::console::{
+    place::{DeviceChoice, Place},
+    progress::ProgressLine,
+};
 use crate::{
     device::{
         lane::crew_of,
@@ -22,10 +26,6 @@ use crate::{
     row::Unit,
     settings::RowSelection,
     sheet::{BenchError, RowGroup, Sheet, measure},
-};
-use aquifer_console::{
-    place::{DeviceChoice, Place},
-    progress::ProgressLine,
 };
 use aquifer_core::{
     Budget, Charge, OutOfBudget, Result,

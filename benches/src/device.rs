@@ -29,16 +29,16 @@ mod state;
 mod threads;
 pub(super) mod work;
 
+use crate::console::{
+    place::{DeviceChoice, Place},
+    progress::ProgressLine,
+};
 use crate::{
     lap::Pace,
     report::BenchReport,
     row::size,
     settings::RowSelection,
     sheet::{BenchError, RowGroup, measure},
-};
-use aquifer_console::{
-    place::{DeviceChoice, Place},
-    progress::ProgressLine,
 };
 use state::DeviceBench;
 

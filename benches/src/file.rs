@@ -4,16 +4,16 @@
 //! A file larger than a window is loaded through one window of device memory after the other. Only
 //! loading is timed. After each window, every byte is read back and compared with the file.
 
-use crate::{
-    bed::{Bed, Took},
-    host,
-    row::{Peer, Row, Unit},
-};
-use aquifer_console::{
+use crate::console::{
     foreign, json,
     layout::{clip, wrap},
     place::{DeviceChoice, NoPlace, Place},
     progress::ProgressLine,
+};
+use crate::{
+    bed::{Bed, Took},
+    host,
+    row::{Peer, Row, Unit},
 };
 use aquifer_core::{Bytes, MemoryError};
 use aquifer_host::{FileSource, ReadMode, Source, StagerConfig};

@@ -30,6 +30,7 @@ mod source;
 mod tracking;
 mod wrapped;
 
+use crate::console::{figures::median, progress::ProgressLine};
 use crate::{
     lap::{Outcome, Pace, contest},
     report::BenchReport,
@@ -37,7 +38,6 @@ use crate::{
     settings::RowSelection,
     sheet::{BenchError, RowGroup, Sheet, measure},
 };
-use aquifer_console::{figures::median, progress::ProgressLine};
 use aquifer_core::{Result, Tag};
 use aquifer_global::RouteId;
 #[cfg(feature = "peers")]

@@ -11,7 +11,7 @@
 //! - The result is the median of the laps.
 //! - The warm-up also allocates the memory that the work needs.
 
-use aquifer_console::figures::median;
+use crate::console::figures::median;
 use std::time::{Duration, Instant};
 
 /// How much time is spent on measuring.

@@ -19,6 +19,7 @@
 //! | `placement` | choosing a device |
 //! | `stage` | staging |
 //! | `file` | loading one file to the device |
+//! | [`console`] | what the commands of the program share with this: the device, the progress line, how results are written |
 //! | `bed` | a device with a stager, and the driver's own copies |
 //! | `lap` | timing |
 //! | `row` | a result and that of its peer |
@@ -37,6 +38,7 @@
 mod arena;
 mod bed;
 mod budget;
+pub mod console;
 mod device;
 mod file;
 mod global;

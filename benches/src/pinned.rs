@@ -17,16 +17,16 @@ mod regions;
 mod source;
 mod state;
 
+use crate::console::{
+    place::{DeviceChoice, Place},
+    progress::ProgressLine,
+};
 use crate::{
     lap::Pace,
     report::BenchReport,
     row::size,
     settings::RowSelection,
     sheet::{BenchError, RowGroup, measure},
-};
-use aquifer_console::{
-    place::{DeviceChoice, Place},
-    progress::ProgressLine,
 };
 use state::PinnedBench;
 

@@ -9,6 +9,10 @@
 mod start;
 mod state;
 
+use crate::console::{
+    place::{DeviceChoice, Place as Machine},
+    progress::ProgressLine,
+};
 use crate::{
     budget::pairs_of,
     device::source::{CallSource, Source},
@@ -21,10 +25,6 @@ use crate::{
 use aquifer::{
     DeviceId, Group as Shards, Lease, PlacementRequest, Placer, Policy, Runtime,
     placement::{Candidate, key_of},
-};
-use aquifer_console::{
-    place::{DeviceChoice, Place as Machine},
-    progress::ProgressLine,
 };
 use aquifer_core::Result;
 use state::{PlacementBench, over, simulated};

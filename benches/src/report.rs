@@ -1,7 +1,7 @@
 //! The results of a benchmark as a page and as JSON.
 
+use crate::console::{json, layout::wrap};
 use crate::row::Row;
-use aquifer_console::{json, layout::wrap};
 use serde_json::{Value, json};
 
 /// Columns of the page.

@@ -1,6 +1,6 @@
 //! A result, and that of its peer.
 
-use aquifer_console::figures::Nanoseconds;
+use crate::console::figures::Nanoseconds;
 use serde_json::{Value, json};
 
 /// The unit of a result.

@@ -1,6 +1,6 @@
 //! What to run, and with which settings.
 
-use aquifer_console::place::DeviceChoice;
+use crate::console::place::DeviceChoice;
 use aquifer_host::StagerConfig;
 use std::path::PathBuf;
 

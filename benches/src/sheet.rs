@@ -1,14 +1,14 @@
 //! The results of a benchmark so far, and the selection of its rows.
 
+use crate::console::{
+    place::{NoPlace, Place, Session},
+    progress::ProgressLine,
+};
 use crate::{
     host,
     lap::{Contender, Failed, Outcome, Pace, contest},
     report::{BenchReport, Failure, LeftOut},
     row::{Peer, Row, Unit},
-};
-use aquifer_console::{
-    place::{NoPlace, Place, Session},
-    progress::ProgressLine,
 };
 use aquifer_core::{Bytes, MemoryError};
 use std::{

@@ -12,6 +12,7 @@
 //! Host memory is touched once before anything is timed. On the simulated device copies move no
 //! bytes. There the rows are times of the calls, and no rates.
 
+use crate::console::{foreign, place::Place, progress::ProgressLine};
 use crate::{
     bed::{Bed, Took, timed},
     host,
@@ -21,7 +22,6 @@ use crate::{
     settings::{RowSelection, StageOptions},
     sheet::{BenchError, Sheet},
 };
-use aquifer_console::{foreign, place::Place, progress::ProgressLine};
 use aquifer_core::{Bytes, MemoryError, Result};
 use aquifer_host::{FileSource, ReadMode, Source};
 use nix::sys::statvfs::statvfs;

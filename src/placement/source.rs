@@ -12,7 +12,9 @@ use super::{
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_driver::{DeviceInfo, Driver};
 use aquifer_host::topology::Topology;
-use aquifer_ledger::{Ledger, LedgerError, LedgerMemory, Member, Share, folder_of_environment};
+use aquifer_status::ledger::{
+    Ledger, LedgerError, LedgerMemory, Member, Share, folder_of_environment,
+};
 use std::{
     collections::BTreeMap,
     path::Path,

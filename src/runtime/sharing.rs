@@ -4,7 +4,7 @@ use crate::placement::memory_of;
 use aquifer_core::{Bytes, MemoryError, Result};
 use aquifer_driver::{DeviceInfo, Driver};
 use aquifer_host::topology::{Found, Node, Provenance, Topology};
-use aquifer_ledger::{
+use aquifer_status::ledger::{
     Ledger, LedgerError, LedgerMemory, Share, SharedBudget, folder_of_environment,
 };
 use std::{path::PathBuf, sync::Arc};

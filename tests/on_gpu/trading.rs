@@ -3,7 +3,7 @@
 
 use crate::first_gpu;
 use aquifer::{Bytes, DeviceBuffer, MemoryError, Runtime};
-use aquifer_ledger::{Ledger, LedgerFigures};
+use aquifer_status::ledger::{Ledger, LedgerFigures};
 use std::{
     env,
     path::{Path, PathBuf},

@@ -7,7 +7,7 @@ use crate::support::assert_silent;
 use aquifer::{
     Budget, MemoryError, PoolConfig, Request, Runtime, RuntimeBuilder, host::Topology, sim::Sim,
 };
-use aquifer_ledger::Ledger;
+use aquifer_status::ledger::Ledger;
 use std::{env, fs, path::PathBuf, process, time::Instant};
 
 const MIB: u64 = 1 << 20;

@@ -4,6 +4,7 @@
 //! | module | holds |
 //! |---|---|
 //! | [`arena`] | [`Arena`]: a bump allocator over any allocator, with scopes, marks and gates |
+//! | [`conformance`] | randomised tests of the contract of any allocator |
 //! | [`frames`] | [`Frames`]: a ring of arenas, one for each step in flight |
 //! | [`wrappers`] | adapters that add one rule each, such as [`Limit`] |
 //!
@@ -32,6 +33,7 @@
 //! [`Allocator`]: https://docs.rs/allocator-api2/0.2/allocator_api2/alloc/trait.Allocator.html
 
 pub mod arena;
+pub mod conformance;
 pub mod frames;
 pub mod wrappers;
 

@@ -3,7 +3,7 @@
 use crate::{Debugging, sharing_policy::DEFAULT_SLACK};
 use aquifer_core::{Budget, DeviceId, MemoryError, Recorder, Result};
 use aquifer_driver::{DeviceInfo, Driver, ExportTypes};
-use aquifer_plan::Plan;
+use aquifer_formats::plan::Plan;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 /// How far a stream that has no room may take over memory of other streams' caches.

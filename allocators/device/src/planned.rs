@@ -25,7 +25,7 @@ use crate::{
 use aquifer_core::{
     Action, MemoryError, PoolStats, Result, Tag, budget::Holding, event::BlockKind,
 };
-use aquifer_plan::{Plan, PlanCursor};
+use aquifer_formats::plan::{Plan, PlanCursor};
 use aquifer_stream::{Stream, Timeline};
 use memory::PlannedMemory;
 use std::{

@@ -14,7 +14,7 @@ use crate::{
     table, thread_state,
 };
 use aquifer::{DeviceId, MemoryError, Runtime, driver::DeviceInfo, host::Topology};
-use aquifer_ledger::{
+use aquifer_status::ledger::{
     ClaimRefused, Ledger, LedgerError, LedgerMemory, Member, Share, folder_of_environment,
 };
 use serde_json::{Value, json};

@@ -6,6 +6,7 @@
 //! | [`snapshot`] | [`MemorySnapshot`]: writes PyTorch's memory snapshots |
 //! | `trace` | `Trace`: reads these two, our own format, logs of RAFT and cuVS, and problems of minimalloc for a replay, with the feature `read` |
 //! | `history` | `MemoryHistory`: reads the same for an analysis, with the feature `read` |
+//! | [`plan`] | [`Plan`](plan::Plan): a place for each block of a recorded program |
 //! | `pickle` | Python pickles, which snapshots are |
 //! | `names` | interned text and call stacks |
 //!
@@ -18,6 +19,7 @@ pub mod history;
 #[cfg(feature = "read")]
 mod names;
 mod pickle;
+pub mod plan;
 pub mod rmm;
 pub mod snapshot;
 #[cfg(feature = "read")]

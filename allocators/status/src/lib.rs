@@ -15,6 +15,7 @@
 //! | `text` | texts in words |
 //! | `line` | the figures of one cache, written by its hot path |
 //! | `reader` | the figures of all processes |
+//! | [`ledger`] | bytes of one memory, shared by the processes of a machine |
 //! | `telemetry` | the same as metrics of OpenTelemetry |
 //! | `error` | what is wrong with a file |
 //!
@@ -34,6 +35,7 @@
 mod error;
 pub mod folder;
 mod layout;
+pub mod ledger;
 mod line;
 mod publication;
 mod reader;

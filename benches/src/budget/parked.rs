@@ -5,8 +5,8 @@
 //! is ready. The link rows copy as many bytes between one block and one piece of that memory.
 
 use super::BudgetBench;
+use crate::console::place::{DeviceChoice, Place, Session};
 use crate::{host, lap::repeat, row::Unit};
-use aquifer_console::place::{DeviceChoice, Place, Session};
 use aquifer_core::{Budget, MemoryError, Result, Tag};
 use aquifer_device::{DeviceBuffer, DevicePool, Park, Parkable, PoolConfig};
 use aquifer_host::{

@@ -6,11 +6,11 @@
 #![expect(unsafe_code, reason = "maps and unmaps, as a pool does")]
 
 use super::{DeviceBench, size};
+use crate::console::place::Session;
 use crate::{
     lap::{Contender, Failed, Lap, contest, repeat},
     row::Unit,
 };
-use aquifer_console::place::Session;
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_driver::{Driver, DriverError, PhysicalHandle, RawEvent, RawStream};
 use aquifer_stream::StreamPool;

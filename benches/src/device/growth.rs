@@ -5,8 +5,8 @@ use super::{
     DeviceBench,
     source::{ASYNC, Async, AsyncPool, Pooled, Source, pool},
 };
+use crate::console::place::Session;
 use crate::{lap::repeat, row::Unit};
-use aquifer_console::place::Session;
 use aquifer_core::{Budget, MemoryError, Result};
 use aquifer_device::{Block, DevicePool, PoolConfig, Request};
 use std::time::{Duration, Instant};

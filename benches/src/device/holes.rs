@@ -16,11 +16,11 @@ use super::{
     source::{ASYNC, Async, Pooled, Source, pool},
     work::RandomChoice,
 };
+use crate::console::figures::Count;
 use crate::{
     lap::{Failed, Outcome, contest},
     row::Unit,
 };
-use aquifer_console::figures::Count;
 use aquifer_core::Result;
 use std::time::{Duration, Instant};
 
@@ -193,8 +193,8 @@ fn over(until: Option<Instant>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::console::place::{DeviceChoice, Place};
     use crate::lap::Pace;
-    use aquifer_console::place::{DeviceChoice, Place};
 
     #[test]
     fn no_hole_holds_the_pair_and_a_larger_number_of_them_has_the_smaller_in_it() {

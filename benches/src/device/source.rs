@@ -1,7 +1,7 @@
 //! The allocators: the pool, the driver's allocator, and the host's `malloc`.
 #![expect(unsafe_code, reason = "frees memory by hand, as the peers' users do")]
 
-use aquifer_console::place::Session;
+use crate::console::place::Session;
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_device::{Block, DevicePool, PoolConfig, Request};
 use aquifer_driver::{Driver, PoolHandle};

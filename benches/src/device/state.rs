@@ -1,11 +1,11 @@
 //! The state of the benchmark.
 
 use super::source::AsyncPool;
+use crate::console::place::{Place, Session};
 use crate::{
     lap::Pace,
     sheet::{BenchError, Sheet},
 };
-use aquifer_console::place::{Place, Session};
 use aquifer_core::MemoryError;
 use std::sync::Arc;
 

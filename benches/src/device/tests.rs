@@ -1,5 +1,5 @@
 use super::*;
-use aquifer_console::place::DeviceChoice;
+use crate::console::place::DeviceChoice;
 use aquifer_driver::sim::{Sim, SimConfig};
 
 fn place() -> Place {

@@ -283,7 +283,7 @@ fn driver(bench: &mut PinnedBench<'_>, bytes: u64) -> Result<(Duration, Duration
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aquifer_console::{
+    use crate::console::{
         place::{DeviceChoice, Place},
         progress::ProgressLine,
     };

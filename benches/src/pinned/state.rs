@@ -1,11 +1,11 @@
 //! The state of the benchmark.
 
+use crate::console::place::{Place, Session};
 use crate::{
     host,
     lap::Pace,
     sheet::{BenchError, Sheet},
 };
-use aquifer_console::place::{Place, Session};
 use aquifer_core::{Budget, DeviceId, MemoryError, Result};
 use aquifer_driver::Driver;
 use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};

@@ -5,9 +5,9 @@
 //! it is compared with opening the driver and creating a context on each device.
 
 use super::{PlacementBench, over, simulated};
+use crate::console::gpu::Gpus;
 use crate::{lap::repeat, row::Unit};
 use aquifer::Runtime;
-use aquifer_console::gpu::Gpus;
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::Driver;
 use std::{sync::Arc, time::Instant};

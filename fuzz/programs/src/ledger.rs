@@ -7,7 +7,7 @@
 #![expect(clippy::expect_used, reason = "a broken promise is told by a panic")]
 
 use crate::program::{Bytes, Process, Program};
-use aquifer_ledger::{Ledger, LedgerError, Member, Share, steps::run_inside};
+use aquifer_status::ledger::{Ledger, LedgerError, Member, Share, steps::run_inside};
 use std::{
     cell::RefCell,
     env, fs,

@@ -13,7 +13,7 @@ use crate::{
 use aquifer_core::{Budget, random::SplitMix64};
 use aquifer_device::{Adoption, Block, PoolConfig, Request};
 use aquifer_driver::{Access, Call, Operand};
-use aquifer_plan::{NEVER, Plan, PlanBlock, PlanOptions};
+use aquifer_formats::plan::{NEVER, Plan, PlanBlock, PlanOptions};
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 /// The device's memory.

@@ -7,10 +7,10 @@ use allocator_api2::{
     unsize_box,
     vec::Vec,
 };
+use aquifer_adapters::conformance::Suite;
 use aquifer_adapters::{
     Arena, ArenaSettings, CountingAllocator, Fallback, Limit, Segregate, Tagged,
 };
-use aquifer_conformance::Suite;
 use aquifer_core::{Budget, Tag};
 use bump_scope::{Bump, alloc::compat::AllocatorApi2V02Compat};
 use hashbrown::{HashMap, HashSet};

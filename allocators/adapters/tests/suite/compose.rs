@@ -8,10 +8,10 @@
 
 use crate::support::{Gated, Latch, Owned};
 use allocator_api2::alloc::Allocator;
+use aquifer_adapters::conformance::{ContractFault, Suite};
 use aquifer_adapters::{
     Arena, ArenaSettings, CountingAllocator, Fallback, Limit, Owns, Segregate, Tagged,
 };
-use aquifer_conformance::{ContractFault, Suite};
 use aquifer_core::{Budget, DeferReuse, Gate, Tag};
 use std::{alloc::Layout, ptr::NonNull};
 

@@ -4,8 +4,8 @@
 //! Here the suite runs on correct allocators. Its own tests run it on incorrect ones.
 
 use allocator_api2::alloc::{Allocator, Global};
+use aquifer_adapters::conformance::{ContractFault, Suite};
 use aquifer_adapters::{Arena, ArenaSettings, CountingAllocator, Fallback, Limit, Tagged};
-use aquifer_conformance::{ContractFault, Suite};
 use aquifer_core::{Budget, Tag};
 use bumpalo::Bump;
 

@@ -8,6 +8,7 @@ mod conformance;
 #[path = "../../../../tests/support/faults.rs"]
 mod faults;
 mod gates;
+mod planted;
 mod poison;
 mod support;
 mod wrappers;

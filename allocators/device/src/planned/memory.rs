@@ -22,7 +22,7 @@ use aquifer_core::{
     event::{BlockKind, Event, EventTicket},
 };
 use aquifer_driver::Ownership;
-use aquifer_plan::{PlanAnswer, PlanCursor};
+use aquifer_formats::plan::{PlanAnswer, PlanCursor};
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use std::{
     mem,

@@ -10,7 +10,7 @@ use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange,
     sim::{Sim, SimKernel},
 };
-use aquifer_plan::{NEVER, Plan, PlanBlock, PlanCursor, PlanEdge, PlanOptions};
+use aquifer_formats::plan::{NEVER, Plan, PlanBlock, PlanCursor, PlanEdge, PlanOptions};
 use aquifer_stream::Stream;
 use std::{
     collections::BTreeMap,

@@ -10,7 +10,7 @@ use aquifer_ffi::{
     },
     status::Status,
 };
-use aquifer_plan::{Plan, PlanBlock, PlanOptions};
+use aquifer_formats::plan::{Plan, PlanBlock, PlanOptions};
 use std::{
     env,
     ffi::{CStr, CString},

@@ -7,6 +7,7 @@
 )]
 
 mod logs;
+mod plans;
 mod recorded;
 mod rmm;
 mod snapshots;

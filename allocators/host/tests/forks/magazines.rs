@@ -5,7 +5,7 @@
 
 use crate::support::{self, Latch, MIB};
 use allocator_api2::{alloc::Allocator, vec::Vec as AllocVec};
-use aquifer_conformance::Suite;
+use aquifer_adapters::conformance::Suite;
 use aquifer_core::{Budget, DeferReuse, MemoryError};
 use aquifer_host::{Grow, PinnedAllocator, PinnedConfig, PinnedPool, kernel::SystemCall, pool};
 use nix::libc;

@@ -4,8 +4,8 @@ use crate::{
     amount::{Amount, AmountError},
     listen_address::ListenAddress,
 };
+use aquifer_benches::console::place::DeviceChoice;
 use aquifer_benches::{Benchmark, RowSelection, StageOptions};
-use aquifer_console::place::DeviceChoice;
 use aquifer_device::PoolConfig;
 use aquifer_formats::trace::TraceDevice;
 use aquifer_host::StagerConfig;

@@ -17,7 +17,7 @@ mod screen;
 mod transports;
 
 use crate::ledgers;
-use aquifer_console::gpu::Gpus;
+use aquifer_benches::console::gpu::Gpus;
 use facts::Facts;
 use probe::Probe;
 pub(crate) use screen::Diagnosis;

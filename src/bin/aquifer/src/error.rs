@@ -1,11 +1,11 @@
 //! Why a command has no result.
 
 use crate::listen_address::AddressError;
+use aquifer_benches::console::{foreign, place::NoPlace};
 use aquifer_benches::{BenchError, LoadError};
-use aquifer_console::{foreign, place::NoPlace};
 use aquifer_core::{Bytes, MemoryError};
+use aquifer_formats::plan::{PlanError, PlanFileError};
 use aquifer_formats::trace::{TraceDevice, TraceError};
-use aquifer_plan::{PlanError, PlanFileError};
 use aquifer_status::StatusError;
 use std::{
     fmt, io,

@@ -3,7 +3,9 @@
 //! To read a ledger claims nothing, creates no file, joins none, and waits for no lock.
 
 use aquifer_core::Bytes;
-use aquifer_ledger::{Ledger, LedgerError, LedgerFigures, MemberFigures, folder_of_environment};
+use aquifer_status::ledger::{
+    Ledger, LedgerError, LedgerFigures, MemberFigures, folder_of_environment,
+};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -109,7 +111,7 @@ pub(crate) fn as_json(shared: &Result<Vec<SharedMemory>, LedgerError>) -> Value 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aquifer_ledger::{Ledger, Share};
+    use aquifer_status::ledger::{Ledger, Share};
     use std::{env, fs, process};
 
     #[test]

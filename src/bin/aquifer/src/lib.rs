@@ -16,12 +16,13 @@
 //! | `error` | why a command has no result |
 //! | `output` | files that appear whole or not at all, and rows on the screen |
 //!
-//! The benchmarks are the crate [`aquifer_benches`]. What they and the other commands share is the
-//! crate [`aquifer_console`]: the device to run on, the progress line, and how results are written.
+//! The benchmarks are the crate [`aquifer_benches`]. What they and the other commands share is in its
+//! module [`console`](aquifer_benches::console): the device to run on, the progress line, and how
+//! results are written.
 //!
 //! Results go to stdout. Text of other processes and of files is shown by
-//! [`aquifer_console::foreign`], in results and errors alike. An invalid request is reported in one
-//! line on stderr, with nothing on stdout and exit status 2.
+//! [`foreign`](aquifer_benches::console::foreign), in results and errors alike. An invalid request is
+//! reported in one line on stderr, with nothing on stdout and exit status 2.
 
 mod amount;
 mod cli;
@@ -36,7 +37,7 @@ mod replay;
 mod report;
 mod top;
 
-use aquifer_console::{foreign::printable, layout::wrap};
+use aquifer_benches::console::{foreign::printable, layout::wrap};
 use aquifer_formats::trace::made::{WORKLOADS, asks_for_list};
 use cli::{Command, Refused};
 use error::CommandError;

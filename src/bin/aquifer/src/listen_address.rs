@@ -1,6 +1,6 @@
 //! Where to listen: an address of this machine's own, or a socket in the file system.
 
-use aquifer_console::foreign;
+use aquifer_benches::console::foreign;
 use std::{
     error, fmt,
     net::{Ipv4Addr, SocketAddr},

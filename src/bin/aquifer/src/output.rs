@@ -4,7 +4,7 @@
 //! if the program is interrupted. When they are complete, the file gets a temporary name and is
 //! renamed. Where the file system has no such files, the temporary name is there from the start.
 
-use aquifer_console::layout::wrap;
+use aquifer_benches::console::layout::wrap;
 use nix::{
     fcntl::{AT_FDCWD, AtFlags, OFlag},
     unistd::linkat,

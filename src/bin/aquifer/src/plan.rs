@@ -5,15 +5,15 @@ use crate::{
     error::CommandError,
     output::{self, WIDTH, row},
 };
-use aquifer_console::{
+use aquifer_benches::console::{
     figures::{Count, Of},
     json,
     layout::{clip_middle, shell_word},
     progress::ProgressLine,
 };
 use aquifer_core::Bytes;
+use aquifer_formats::plan::{Plan, PlanBlock, PlanOptions};
 use aquifer_formats::trace::Trace;
-use aquifer_plan::{Plan, PlanBlock, PlanOptions};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 

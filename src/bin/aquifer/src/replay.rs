@@ -50,12 +50,12 @@ use crate::{
     error::CommandError,
     output::{is_same_file, write_whole},
 };
-use aquifer_console::{
+use aquifer_benches::console::{
     place::{DeviceChoice, Place},
     progress::ProgressLine,
 };
+use aquifer_formats::plan::{Plan, PlanFileError};
 use aquifer_formats::trace::Trace;
-use aquifer_plan::{Plan, PlanFileError};
 use bench::{Checked, ReplayBench};
 use engine::Order;
 use report::Search;

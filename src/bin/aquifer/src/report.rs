@@ -24,7 +24,7 @@ mod text;
 
 use crate::{cli, error::CommandError, output};
 use analysis::{RunAnalysis, find_peak};
-use aquifer_console::{foreign, progress::ProgressLine};
+use aquifer_benches::console::{foreign, progress::ProgressLine};
 use aquifer_core::Bytes;
 use aquifer_formats::{
     history::MemoryHistory,

@@ -1,7 +1,7 @@
 //! What the driver and the kernel report, and one conclusion from it.
 
 use super::transports::{self, Transport, TransportTrial};
-use aquifer_console::gpu::{Gpus, NoUsableGpu};
+use aquifer_benches::console::gpu::{Gpus, NoUsableGpu};
 use aquifer_driver::{DeviceInfo, Driver, MemoryInfo};
 use aquifer_host::topology::{DeviceMemory, Found, NodeId, Topology, TopologyError};
 use std::sync::Arc;

@@ -292,7 +292,7 @@ mod tests {
     #[test]
     fn without_a_gpu_there_is_a_way_out() {
         let facts = Facts {
-            gpus: Err(aquifer_console::gpu::NoUsableGpu::Open(
+            gpus: Err(aquifer_benches::console::gpu::NoUsableGpu::Open(
                 aquifer_driver::cuda::OpenError::NoLibrary,
             )),
             version: None,

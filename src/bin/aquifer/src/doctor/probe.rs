@@ -3,7 +3,7 @@
 #![expect(unsafe_code, reason = "queues copies on raw addresses")]
 
 use super::facts::Facts;
-use aquifer_console::gpu::Gpus;
+use aquifer_benches::console::gpu::Gpus;
 use aquifer_core::Budget;
 use aquifer_driver::{DeviceId, Driver, DriverError, RawStream};
 use aquifer_host::{

@@ -6,13 +6,13 @@ use super::{
     transports::TransportTrial,
 };
 use crate::ledgers::{self, SharedMemory};
-use aquifer_console::{figures::Count, json, layout::wrap};
+use aquifer_benches::console::{figures::Count, json, layout::wrap};
 use aquifer_core::Bytes;
 use aquifer_host::{
     region::PinnedBy,
     topology::{HugePool, ThpMode, Topology},
 };
-use aquifer_ledger::LedgerError;
+use aquifer_status::ledger::LedgerError;
 use serde_json::{Value, json};
 
 /// Columns of the page.

@@ -6,7 +6,7 @@
 //! - Values of labels are escaped and cut. Any bytes that a process has published are valid.
 
 use super::families::{MetricType, POOL_FAMILIES};
-use aquifer_console::foreign::is_acting;
+use aquifer_benches::console::foreign::is_acting;
 use aquifer_status::{PoolStatus, ProcessStatus, StatusError, StatusFolder};
 use std::{
     collections::HashMap,

@@ -6,7 +6,7 @@ use super::{
     families::MetricType,
 };
 use crate::ledgers;
-use aquifer_ledger::{LedgerFigures, LedgerMemory, MemberFigures};
+use aquifer_status::ledger::{LedgerFigures, LedgerMemory, MemberFigures};
 use std::cmp::Reverse;
 
 /// A metric of a ledger.

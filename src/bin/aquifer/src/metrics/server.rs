@@ -8,7 +8,7 @@
 
 use super::request::{self, Answer, MOST_BYTES};
 use crate::listen_address::ListenAddress;
-use aquifer_console::foreign::printable;
+use aquifer_benches::console::foreign::printable;
 use aquifer_status::StatusError;
 use nix::{
     errno::Errno,

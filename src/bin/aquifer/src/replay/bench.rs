@@ -9,7 +9,7 @@ use super::{
     work::{Declared, Idle, Verdict, Work},
 };
 use crate::cli::Allocator;
-use aquifer_console::{
+use aquifer_benches::console::{
     figures::median,
     place::{Place, Session},
     progress::ProgressLine,
@@ -19,8 +19,8 @@ use aquifer_device::{
     DevicePool, Direct, FailureCallback, Log, OnFailure, PoolConfig, Request, Resource,
     StreamOrdered,
 };
+use aquifer_formats::plan::Plan;
 use aquifer_formats::trace::Trace;
-use aquifer_plan::Plan;
 use aquifer_stream::{Stream, StreamPool};
 use std::{sync::Arc, time::Duration};
 

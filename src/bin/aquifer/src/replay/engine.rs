@@ -22,7 +22,7 @@ use super::{
     uses::{OpenUse, OpenUses},
     work::{Spot, Work},
 };
-use aquifer_console::progress::ProgressLine;
+use aquifer_benches::console::progress::ProgressLine;
 use aquifer_core::{MemoryError, Result};
 use aquifer_device::{Block, Request, Resource};
 use aquifer_driver::Access;

@@ -16,7 +16,7 @@ use super::{
     report::{Fit, ReplayReport, Round, Timing},
     work::{TOLD, Violations},
 };
-use aquifer_console::progress::ProgressLine;
+use aquifer_benches::console::progress::ProgressLine;
 use aquifer_core::Result;
 
 /// How many results may fail verification before the search gives up.

@@ -6,7 +6,7 @@ use super::{
     uses::{EndOldest, OpenUses},
     work::Idle,
 };
-use aquifer_console::progress::ProgressLine;
+use aquifer_benches::console::progress::ProgressLine;
 use aquifer_core::{Event, EventSink, Recorder, Result};
 use aquifer_formats::MemorySnapshot;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -5,7 +5,7 @@ use super::{
     work::{Paths, Violations},
 };
 use crate::cli::Allocator;
-use aquifer_console::json;
+use aquifer_benches::console::json;
 use aquifer_core::PoolStats;
 use aquifer_formats::trace::{SnapshotFacts, TraceAccount, TraceDevice};
 use serde_json::{Value, json};

@@ -6,7 +6,7 @@ use crate::{
     cli::{Allocator, DEFAULT_LAG},
     output::{WIDTH, row},
 };
-use aquifer_console::{
+use aquifer_benches::console::{
     figures::{Count, Nanoseconds, Of},
     layout::{clip, clip_middle, shell_word, wrap},
 };

@@ -11,7 +11,7 @@ use super::{
     failure::{FailureNote, FailureState, tells_extents},
     holders::Holders,
 };
-use aquifer_console::progress::ProgressLine;
+use aquifer_benches::console::progress::ProgressLine;
 use aquifer_core::event::BlockKind;
 use aquifer_formats::history::{ExtentTree, HistoryAction, HistoryStep, MarkKind, MemoryHistory};
 use serde_json::{Value, json};

@@ -383,7 +383,7 @@ fn series(series: &[Series], levels: &[CurveLevel], arrays: &mut ArrayStore) -> 
 mod tests {
     use super::*;
     use crate::report::text;
-    use aquifer_console::progress::ProgressLine;
+    use aquifer_benches::console::progress::ProgressLine;
 
     #[test]
     fn phases_and_attached_texts_are_in_the_text_the_json_and_the_page() {

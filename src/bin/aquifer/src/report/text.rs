@@ -5,8 +5,8 @@ use super::{
     failure,
     holders::{Holder, HolderGroup, signed},
 };
-pub(crate) use aquifer_console::foreign::printable;
-use aquifer_console::{
+pub(crate) use aquifer_benches::console::foreign::printable;
+use aquifer_benches::console::{
     figures::{Count, Nanoseconds, Of},
     layout::{clip, clip_middle, wrap},
 };

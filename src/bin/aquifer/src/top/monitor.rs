@@ -6,7 +6,7 @@ use super::{
     reading::{EarlierCounts, Reading},
     sums::{self, DeviceSum, ProcessSum},
 };
-use aquifer_console::foreign::printable;
+use aquifer_benches::console::foreign::printable;
 use aquifer_status::{ProcessStatus, StatusError, StatusFolder};
 use std::{
     collections::{HashMap, HashSet},

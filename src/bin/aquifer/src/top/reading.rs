@@ -1,7 +1,7 @@
 //! One reading of all processes, and what happened in a second, by two of them.
 
 use super::shared::SharedMemories;
-use aquifer_console::foreign::printable;
+use aquifer_benches::console::foreign::printable;
 use aquifer_status::{PoolKind, PoolStatus, ProcessStatus, StatusError, StatusFolder};
 use std::{
     collections::HashMap,

@@ -10,7 +10,7 @@ use super::{
     view::{KeyEffect, View},
 };
 use crate::error::CommandError;
-use aquifer_console::foreign::printable;
+use aquifer_benches::console::foreign::printable;
 use ratatui::{
     DefaultTerminal,
     crossterm::{

@@ -2,8 +2,8 @@
 
 use super::words::{bytes, fit};
 use crate::ledgers::{self, SharedMemory, json_of_member};
-use aquifer_console::foreign::printable;
-use aquifer_ledger::{LedgerError, LedgerFigures, LedgerMemory, MemberFigures};
+use aquifer_benches::console::foreign::printable;
+use aquifer_status::ledger::{LedgerError, LedgerFigures, LedgerMemory, MemberFigures};
 use serde_json::{Value, json};
 
 /// All ledgers that can be read, and why others cannot.
@@ -152,7 +152,7 @@ fn json_of_memory(ledger: &LedgerFigures) -> Value {
 #[cfg(test)]
 mod tests {
     use super::{super::words::width as columns_of, *};
-    use aquifer_ledger::{Ledger, Share};
+    use aquifer_status::ledger::{Ledger, Share};
     use std::{env, fs, process};
 
     #[test]

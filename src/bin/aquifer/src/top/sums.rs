@@ -7,7 +7,7 @@ use super::{
     driver::{DriverCount, GpuAddress},
     reading::{EarlierCounts, PoolKeys, Rates},
 };
-use aquifer_console::foreign::printable;
+use aquifer_benches::console::foreign::printable;
 use aquifer_status::{PoolKind, PoolStatus, ProcessStatus};
 use std::{collections::BTreeMap, path::PathBuf};
 

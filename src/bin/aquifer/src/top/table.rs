@@ -5,7 +5,7 @@ use super::{
     sums::{DeviceSum, PlaceSum, PoolSum, ProcessSum},
     words::{UNKNOWN, bytes, fit, rate},
 };
-use aquifer_console::foreign::printable;
+use aquifer_benches::console::foreign::printable;
 use std::{
     cmp::Ordering,
     path::{Path, PathBuf},

@@ -5,7 +5,7 @@ use crate::{
     processes::{Part, Scratch},
     support::{Folder, json, program, text},
 };
-use aquifer_console::foreign::{is_acting, printable};
+use aquifer_benches::console::foreign::{is_acting, printable};
 use std::{ffi::OsStr, fs, process::Output};
 
 /// A name that colours what follows, begins a line of its own, and turns the order around.

@@ -1,7 +1,7 @@
 //! `aquifer plan` as a person runs it: the plan, the screen, JSON, the check, and errors.
 
 use crate::support::{Folder, data, json, number, program, text};
-use aquifer_plan::Plan;
+use aquifer_formats::plan::Plan;
 use std::{
     env, fs,
     process::{Output, Stdio},

@@ -6,7 +6,7 @@ use super::{
     parts::{Part, Scratch, json, printed, program, say, wait_for_end},
     window::Window,
 };
-use aquifer_ledger::{Ledger, LedgerFigures, Share};
+use aquifer_status::ledger::{Ledger, LedgerFigures, Share};
 use nix::{
     fcntl::{FcntlArg, fcntl},
     libc,
@@ -26,7 +26,7 @@ const CAPACITY: u64 = 96 * MIB;
 #[ignore = "a part of the other tests, in a process of its own"]
 fn member_process() {
     let scale: u64 = std::env::var("SCALE").unwrap().parse().unwrap();
-    let folder = aquifer_ledger::folder_of_environment().unwrap().unwrap();
+    let folder = aquifer_status::ledger::folder_of_environment().unwrap().unwrap();
     let share = Share::new().guarantee(scale * 8 * MIB).limit((40 + scale) * MIB);
     let share = share.priority(1 - scale as i32);
     let share = if scale == 1 { share.reserve() } else { share };
@@ -41,7 +41,7 @@ fn member_process() {
 #[test]
 #[ignore = "a part of the other tests, in a process of its own"]
 fn waiting_process() {
-    let folder = aquifer_ledger::folder_of_environment().unwrap().unwrap();
+    let folder = aquifer_status::ledger::folder_of_environment().unwrap().unwrap();
     let member = Share::new().join(Ledger::open(&folder, GPU, CAPACITY).unwrap()).unwrap();
     say("ready");
     // It is killed while it waits.
