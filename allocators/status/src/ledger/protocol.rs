@@ -26,7 +26,7 @@
 //!
 //! Loom models try every interleaving of claims with claims, releases, cancellations, and members
 //! that join, and let a member stop or die before each of its stores:
-//! `RUSTFLAGS="--cfg loom" cargo test -p aquifer-ledger --lib --release -- protocol::`.
+//! `RUSTFLAGS="--cfg loom" cargo test -p aquifer-status --lib --release -- protocol::`.
 
 use crate::ledger::layout::{SLOTS, header, slot};
 use std::sync::atomic::{
