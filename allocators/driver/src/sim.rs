@@ -21,7 +21,7 @@
 //! moment at which the query has returned, even if the work finished long before. Nothing has shown
 //! the host that `sum` is done.
 //!
-//! Every stream and every host agent has a *vector clock*: for each other one, how much of its work
+//! Every stream and the host have a *vector clock*: for each other one, how much of its work
 //! is known to come before. Clocks are computed when work is queued, not when it runs. So the
 //! findings are the same whether a race happens in this run or not, and the same for every
 //! [`Schedule`]. Only the result of a query depends on the run, and the program sees that result
@@ -36,15 +36,13 @@
 //! | stream, event or device synchronisation | the work that is waited for | the host |
 //! | a query that returns "done" | the queried work | the host |
 //! | legacy rule | blocking streams and the device's legacy stream | each other, both ways, not blocking streams among themselves |
-//! | copy to pageable memory; [`copy_to_host_now`](Sim::copy_to_host_now) | the copy, and the work before it | the host |
-//! | [`copy_to_device_now`](Sim::copy_to_device_now) from pinned memory | the same | the host |
+//! | copy to pageable memory | the copy, and the work before it | the host |
 //! | callback | the work before it in its stream | the host that has [seen it run](CallbackToken::has_run) |
 //! | [`wait_value`](Sim::wait_value) | the first queued write that satisfies it, and the work before that write | work queued after the wait |
 //! | graph launch | work queued on its stream, and earlier launches of the same executable on any stream | its nodes, and through all of them the work queued on the stream afterwards |
 //! | graph | a node, as it was captured | the nodes after it in its stream or by an event |
-//! | [release of a graph](crate::Graphs::graph_on_release) | all launches | the host agent whose call detects the release |
+//! | [release of a graph](crate::Graphs::graph_on_release) | all launches | the host, whose call detects the release |
 //! | the driver's own pools | the free of a block | the work of the next owner |
-//! | [`host_edge`](Sim::host_edge) | one host agent | another |
 //!
 //! These are **not** edges, even if a driver waits there today: `cuMemFree` and `cuMemAlloc`;
 //! allocation, free and unregistration of host memory; all mapping calls; "synchronous" copies on
@@ -88,8 +86,7 @@
 //!   theirs.
 //! * Undeclared CPU accesses. The pools of this library declare when pinned memory changes its
 //!   owner. Users declare their accesses by [`Sim::host_read`] and [`Sim::host_write`].
-//! * Order among host threads. All threads are one agent unless [several](Sim::host_agents) are
-//!   configured. Then only declared edges order them.
+//! * Order among host threads: all of them are one agent, in the order in which they act.
 //! * A wait for a value that is queued before the write which satisfies it: it orders nothing here.
 //! * Order within a kernel, atomics, and order between processes.
 //! * Memory that a graph allocates for itself. Allocation from a pool on a stream that captures is
@@ -165,7 +162,7 @@ mod store;
 mod violation;
 mod work;
 
-pub use agents::{ActingAs, Agent};
+pub use agents::Agent;
 pub use callback::{Callback, CallbackToken};
 pub use config::{DeviceConfig, Mode, Schedule, SimConfig};
 pub use control::StallGuard;
@@ -253,15 +250,6 @@ impl Sim {
     #[must_use]
     pub fn capacity(self, bytes: u64) -> Self {
         self.with(|config| config.capacity = Some(bytes))
-    }
-
-    /// Returns a new machine on which the host is `agents` agents, whose actions are ordered only
-    /// by [`Sim::host_edge`]. A thread selects its agent by [`Sim::act_as`]. Until then it is the
-    /// first. With one agent, all threads are that agent, and their actions count as ordered in the
-    /// order in which they happen.
-    #[must_use]
-    pub fn host_agents(self, agents: u32) -> Self {
-        self.with(|config| config.host_agents = agents.max(1))
     }
 
     /// Returns a new machine that handles violations which the program does not

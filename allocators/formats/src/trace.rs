@@ -22,7 +22,7 @@
 //! | `minimalloc` | problems of minimalloc |
 //! | `snapshot` | memory snapshots of PyTorch |
 //! | [`made`] | workloads generated from a seed, without a file |
-//! | `builder` | rows to steps, and the checks |
+//! | `builder`, `lives` | rows to steps, and the checks |
 //! | `changed` | the trace of a changed program, or over another number of streams |
 //! | `error` | errors |
 
@@ -31,6 +31,7 @@ mod changed;
 mod compressed;
 pub(crate) mod error;
 pub(crate) mod events;
+pub(crate) mod lives;
 pub(crate) mod log;
 pub(crate) mod log_event;
 pub mod made;

@@ -108,6 +108,38 @@ pub(crate) struct AddressSpace {
     objects: HandleTable<PhysicalObject>,
 }
 
+/// Whether ranges, in ascending order of their starts, have no address in common.
+fn are_disjoint(ranges: impl Iterator<Item = (u64, u64)>) -> bool {
+    let mut end = 0;
+    ranges.into_iter().all(|(start, bytes)| {
+        let begins_behind = start >= end;
+        end = start.saturating_add(bytes);
+        begins_behind
+    })
+}
+
+impl AddressSpace {
+    /// Checks that ranges are disjoint, and that each mapping is of a whole object in a reservation.
+    pub(crate) fn check(&self) {
+        let reserved = self.reservations.iter().map(|(&start, it)| (start, it.bytes));
+        debug_assert!(are_disjoint(reserved), "reservations overlap");
+        let mapped = self.mappings.iter().map(|(&start, it)| (start, it.bytes));
+        debug_assert!(are_disjoint(mapped), "mappings overlap");
+        for (start, mapping) in &self.mappings {
+            let object = self.objects.get(mapping.object);
+            debug_assert!(
+                object.is_some_and(|it| it.mapping_count > 0 && it.bytes == mapping.bytes),
+                "the mapping at {start:#x} is of an object that does not know it"
+            );
+            let around = self.reservations.range(..=start).next_back();
+            debug_assert!(
+                around.is_some_and(|(from, it)| start + mapping.bytes <= from + it.bytes),
+                "the mapping at {start:#x} is outside of the reservations"
+            );
+        }
+    }
+}
+
 /// The maximum number of records of removed mappings. Beyond it, those of the lowest addresses are
 /// dropped. They only serve to report the unmap.
 const MAX_REMOVED_MAPPINGS: usize = 1 << 17;
@@ -285,7 +317,7 @@ impl AddressSpace {
         0
     }
 
-    /// Maps a whole object. `host` is the clock of the calling host agent: uses through an earlier
+    /// Maps a whole object. `host` is the clock of the host: uses through an earlier
     /// mapping that are not known to be done by that clock are reported.
     pub(crate) fn map(
         &mut self,

@@ -1,21 +1,17 @@
-//! Agents (streams and hosts), and the clock component of each.
+//! Agents (the host and streams), and the clock component of each.
 
 use super::clock::Clock;
 use crate::DeviceId;
-use std::{cell::Cell, fmt};
+use std::fmt;
 
 /// An agent, whose actions have one total order.
 ///
-/// Unless a test configures [several host agents](super::Sim::host_agents), the host is one agent.
-/// See [`ActingAs`] for an example.
+/// See the example of [`Sim`](super::Sim).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Agent {
-    /// The host, or one of several host agents. See [`Sim::host_agents`](super::Sim::host_agents).
-    Host {
-        /// Its number. 0 if there is only one.
-        agent: u32,
-    },
+    /// The host: all of its threads.
+    Host,
     /// A stream.
     Stream {
         /// Its device.
@@ -36,8 +32,7 @@ pub enum Agent {
 impl fmt::Display for Agent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Host { agent: 0 } => f.write_str("the host"),
-            Self::Host { agent } => write!(f, "host agent {agent}"),
+            Self::Host => f.write_str("the host"),
             Self::Stream { device, id } => write!(f, "stream {id} of {device}"),
             Self::Graph { device, id } => {
                 write!(f, "a branch of executable graph {id} of {device}")
@@ -67,8 +62,7 @@ struct FreeComponent {
 }
 
 impl ClockComponents {
-    /// Returns a component for `agent`, and its initial clock. `creator` is the clock of the host
-    /// agent that creates it.
+    /// Returns a component for `agent`, and its initial clock. `creator` is the clock of the host.
     pub(crate) fn lease(&mut self, agent: Agent, creator: &Clock) -> (u32, Clock) {
         let known =
             |free: &FreeComponent| creator.covers(free.component, free.clock.get(free.component));
@@ -101,11 +95,11 @@ impl ClockComponents {
     pub(crate) fn owner(&self, component: u32, count: u64) -> Agent {
         let owners = self.owners.get(component as usize).map_or(&[][..], Vec::as_slice);
         let later = owners.partition_point(|&(from, _)| from <= count);
-        owners.get(later.saturating_sub(1)).map_or(Agent::Host { agent: 0 }, |&(_, agent)| agent)
+        owners.get(later.saturating_sub(1)).map_or(Agent::Host, |&(_, agent)| agent)
     }
 }
 
-/// The state of one host agent.
+/// The host, which is one agent.
 #[derive(Debug)]
 pub(crate) struct HostAgent {
     pub(crate) component: u32,
@@ -128,50 +122,6 @@ impl HostAgent {
     pub(crate) fn tick(&mut self) -> u64 {
         self.version += 1;
         self.clock.tick(self.component)
-    }
-}
-
-thread_local! {
-    static CURRENT_AGENT: Cell<u32> = const { Cell::new(0) };
-}
-
-/// Returns the host agent that this thread acts as.
-pub(crate) fn current_agent() -> u32 {
-    CURRENT_AGENT.get()
-}
-
-/// A guard that makes this thread act as one of several host agents. See
-/// [`Sim::act_as`](super::Sim::act_as).
-///
-/// ```
-/// use aquifer::{DeviceId, host::HostFlags, sim::{Sim, ViolationKind}};
-/// let sim = Sim::h200(1).host_agents(2);
-/// let pinned = sim.driver().host_alloc(DeviceId(0), 64, HostFlags::default())?.as_ptr() as u64;
-/// sim.host_write(pinned, 64);
-/// {
-///     let _second = sim.act_as(1);
-///     sim.host_read(pinned, 64); // not ordered after the write
-/// }
-/// assert_eq!(sim.violations()[0].kind, ViolationKind::WriteRead);
-/// # Ok::<(), aquifer::error::DriverError>(())
-/// ```
-#[derive(Debug)]
-#[must_use = "the thread acts as the agent until this is dropped"]
-pub struct ActingAs {
-    previous: u32,
-    /// Not `Send`, since dropping it restores a thread-local.
-    thread: std::marker::PhantomData<*const ()>,
-}
-
-impl ActingAs {
-    pub(crate) fn enter(agent: u32) -> Self {
-        Self { previous: CURRENT_AGENT.replace(agent), thread: std::marker::PhantomData }
-    }
-}
-
-impl Drop for ActingAs {
-    fn drop(&mut self) {
-        CURRENT_AGENT.set(self.previous);
     }
 }
 

@@ -96,7 +96,7 @@ pub struct CallbackToken {
 }
 
 impl CallbackToken {
-    /// Returns whether it has run, at least once if it was captured. If so, the calling host agent
+    /// Returns whether it has run, at least once if it was captured. If so, the host
     /// now knows that all work before the last run is done.
     #[must_use]
     pub fn has_run(&self) -> bool {

@@ -1,6 +1,6 @@
 //! Vector clocks: how much of each agent's work is known to be done.
 //!
-//! Each stream and each host agent owns one component and counts its own actions in it. The *stamp*
+//! Each stream and the host own one component and count their own actions in it. The *stamp*
 //! of an action is its owner's component and count. Another action comes after it, in an order that
 //! the driver knows, exactly if that action's clock has reached this count. So one comparison of
 //! two numbers decides, for any number of streams.

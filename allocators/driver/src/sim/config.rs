@@ -116,8 +116,6 @@ pub struct SimConfig {
     /// With a seed, work runs at one in this many driver calls, so that the device lags behind a
     /// host that makes many calls. 0 and 1 mean at each call.
     pub pace: u32,
-    /// The number of host agents, at least one.
-    pub host_agents: u32,
     /// Whether devices can access each other's memory:
     /// [`DeviceInfo::peers`](crate::DeviceInfo::peers).
     pub peers: bool,
@@ -151,7 +149,6 @@ impl SimConfig {
             mode: Mode::Bytes,
             schedule: Schedule::Eager,
             pace: 1,
-            host_agents: 1,
             peers: true,
             capacity: None,
             on_violation: None,

@@ -3,7 +3,6 @@
 use super::{
     Sim,
     address_space::DeviceUse,
-    agents::ActingAs,
     codes, device_code,
     graph::call_release_functions,
     outstanding::Outstanding,
@@ -120,7 +119,9 @@ impl Sim {
     #[track_caller]
     pub fn run_all(&self) {
         if !device_code::is_running() {
-            drop(self.machine.drain(self.machine.lock()));
+            let state = self.machine.drain(self.machine.lock());
+            state.check();
+            drop(state);
             self.machine.checkpoint();
         }
     }
@@ -215,9 +216,8 @@ impl Sim {
             dropped.append(&mut stream.queue.drain(..).collect());
         }
         state.queued -= dropped.len();
-        // Work that ran has ended and the rest never runs, for all host agents. Nothing there can
-        // race any more.
-        state.order_all_hosts_after_device(device);
+        // Work that ran has ended and the rest never runs. Nothing there can race any more.
+        state.order_host_after_device(device);
         let release_refs =
             dropped.iter_mut().flat_map(|item: &mut QueueItem| match &mut item.work {
                 Work::LaunchEnd(release_refs) => std::mem::take(release_refs),
@@ -238,26 +238,12 @@ impl Sim {
         self.machine.lock().graph(graph).ok().map(|graph| graph.nodes.len() as u64)
     }
 
-    /// Makes this thread act as one of several [host agents](Sim::host_agents) while the result
-    /// lives. A number beyond the last means the last.
-    pub fn act_as(&self, agent: u32) -> ActingAs {
-        ActingAs::enter(agent)
-    }
-
-    /// Declares that one host agent has synchronised with another, by a channel, a lock or a join:
-    /// what `to` does from now on comes after what `from` has done and knows.
-    pub fn host_edge(&self, from: u32, to: u32) {
-        let mut state = self.machine.lock();
-        let last = state.hosts.len() - 1;
-        let clock = state.hosts[(from as usize).min(last)].clock.clone();
-        state.hosts[(to as usize).min(last)].join_clock(&clock);
-    }
-
     /// Returns the driver objects that the program has not released.
     #[must_use]
     pub fn outstanding(&self) -> Outstanding {
         let mut state = self.machine.lock();
         state.release_destroyed_pools();
+        state.check();
         Outstanding::count(&state)
     }
 }

@@ -70,6 +70,20 @@ impl DriverPool {
         }
     }
 
+    /// Checks that each byte of the segments is used or in one free block.
+    fn check(&self) {
+        let segments: u64 = self.segments.values().sum();
+        let free: u64 = self.free.values().map(|free| free.bytes).sum();
+        debug_assert_eq!(segments, self.usage.reserved, "a pool's segments and its figure differ");
+        debug_assert_eq!(
+            segments,
+            self.usage.used + free,
+            "a pool has lost bytes or has some twice"
+        );
+        debug_assert_eq!(self.free.len(), self.by_size.len(), "a free block is not in both orders");
+        debug_assert!(self.usage.reserved <= self.usage.reserved_high, "a pool's peak is too low");
+    }
+
     pub(crate) fn usage(&self) -> PoolUsage {
         self.usage
     }
@@ -119,6 +133,13 @@ impl FreeBlock {
                 None => self.freed_at.push(point),
             }
         }
+    }
+}
+
+impl DriverPools {
+    /// Checks every pool.
+    pub(crate) fn check(&self) {
+        self.pools.iter().for_each(DriverPool::check);
     }
 }
 
@@ -181,8 +202,7 @@ impl MachineState {
         let site = std::panic::Location::caller();
         let action =
             cause.unwrap_or_else(|| self.current_host_action(ActionKind::Free, "free", site));
-        let agent = self.agent_index();
-        let clock = &self.hosts[agent].clock;
+        let clock = &self.host.clock;
         // If it cannot be unmapped, it was not mapped.
         let _ = self.space.unmap(address, bytes, action, clock);
         let freed = self.space.release(object);

@@ -3,7 +3,7 @@
 use super::{
     access_history::{Action, ActionKind},
     address_space::AddressSpace,
-    agents::{Agent, ClockComponents, HostAgent, current_agent},
+    agents::{Agent, ClockComponents, HostAgent},
     capture::Captures,
     clock::Clock,
     codes::{self, ErrorCode},
@@ -71,7 +71,7 @@ pub(crate) struct MachineState {
 
     pub(crate) oracle: bool,
     pub(crate) components: ClockComponents,
-    pub(crate) hosts: Vec<HostAgent>,
+    pub(crate) host: HostAgent,
     pub(crate) owners: OwnerMap,
     pub(crate) retained: RetainedRanges,
     pub(crate) registrations: Registrations,
@@ -106,11 +106,8 @@ impl MachineState {
             legacy: None,
         });
         let mut components = ClockComponents::default();
-        let hosts = (0..config.host_agents.max(1)).map(|agent| {
-            let (component, clock) = components.lease(Agent::Host { agent }, &Clock::default());
-            HostAgent { component, clock, version: 1, path: 0 }
-        });
-        let hosts = hosts.collect();
+        let (component, clock) = components.lease(Agent::Host, &Clock::default());
+        let host = HostAgent { component, clock, version: 1, path: 0 };
         let seed = match config.schedule {
             Schedule::Seeded(seed) => seed,
             Schedule::Eager | Schedule::Stepped => 0,
@@ -134,7 +131,7 @@ impl MachineState {
             waiting: 0,
             oracle: true,
             components,
-            hosts,
+            host,
             owners: OwnerMap::default(),
             retained: RetainedRanges::default(),
             registrations: Registrations::default(),
@@ -147,6 +144,28 @@ impl MachineState {
             faults: Faults::default(),
             config,
         }
+    }
+
+    /// Checks what holds between calls. Costs as much as the machine has objects.
+    pub(crate) fn check(&self) {
+        let queued: usize = self.streams.iter().map(|stream| stream.queue.len()).sum();
+        debug_assert_eq!(queued, self.queued, "the queues and their number of items differ");
+        for stream in &self.streams {
+            debug_assert!(stream.executed <= stream.enqueued, "more items ran than were queued");
+            let left = stream.enqueued - stream.executed;
+            let running = u64::from(self.running);
+            debug_assert!(
+                (left.saturating_sub(running)..=left).contains(&(stream.queue.len() as u64)),
+                "a queue of {} items has {left} that have not run",
+                stream.queue.len()
+            );
+        }
+        for device in &self.devices {
+            debug_assert!(device.allocated <= device.info.memory, "a device holds too much");
+        }
+        debug_assert!(self.findings.is_empty(), "findings were not reported");
+        self.space.check();
+        self.pools.check();
     }
 
     /// Returns a device that exists and is not lost.
@@ -205,7 +224,7 @@ impl MachineState {
     ) -> usize {
         let id = self.next_stream_id;
         self.next_stream_id += 1;
-        let creator = &self.hosts[self.agent_index()].clock;
+        let creator = &self.host.clock;
         let agent = agent.unwrap_or(Agent::Stream { device, id });
         let (component, clock) = self.components.lease(agent, creator);
         let mut stream = Stream {
@@ -215,7 +234,7 @@ impl MachineState {
             alive: true,
             component,
             clock,
-            joined_host: (u32::MAX, 0),
+            joined_host: 0,
             enqueued: 0,
             executed: 0,
             queue: VecDeque::new(),
@@ -293,11 +312,6 @@ impl MachineState {
         }
     }
 
-    /// Returns the host agent that this thread acts as.
-    pub(crate) fn agent_index(&self) -> usize {
-        (current_agent() as usize).min(self.hosts.len() - 1)
-    }
-
     /// Counts a host action, and returns it.
     pub(crate) fn new_host_action(
         &mut self,
@@ -305,8 +319,7 @@ impl MachineState {
         work: &'static str,
         site: Site,
     ) -> Action {
-        let agent = self.agent_index();
-        let host = &mut self.hosts[agent];
+        let host = &mut self.host;
         Action { count: host.tick(), component: host.component, kind, work, site, launch: None }
     }
 
@@ -318,7 +331,7 @@ impl MachineState {
         work: &'static str,
         site: Site,
     ) -> Action {
-        let host = &self.hosts[self.agent_index()];
+        let host = &self.host;
         Action {
             count: host.clock.get(host.component),
             component: host.component,

@@ -17,7 +17,7 @@ use crate::{BlockNote, DeviceId, DeviceRange, HostAccess, Ownership, site::Site}
 
 impl MachineState {
     /// Advances the clock of a stream for its next action, which comes after everything that its
-    /// host agent knows and after everything in the stream. The stamp is the stream's own count.
+    /// host knows and after everything in the stream. The stamp is the stream's own count.
     pub(crate) fn next_stream_action(
         &mut self,
         stream: usize,
@@ -188,7 +188,7 @@ impl MachineState {
         };
         let mut action = self.new_host_action(kind, work, site.unwrap_or(own));
         let mut findings = std::mem::take(&mut self.findings);
-        let host = &self.hosts[self.agent_index()];
+        let host = &self.host;
         self.pinned.record(address, bytes, &action, &host.clock, &mut findings);
         if let (None, Some(earlier)) = (site, findings.first().and_then(|finding| finding.earlier))
         {
@@ -307,9 +307,8 @@ impl MachineState {
         if !self.oracle {
             return;
         }
-        let agent = self.agent_index();
-        let host = &self.hosts[agent];
-        let joined = (agent as u32, host.version);
+        let host = &self.host;
+        let joined = host.version;
         if self.streams[stream].joined_host != joined {
             self.streams[stream].clock.join(&host.clock);
             self.streams[stream].joined_host = joined;
@@ -319,30 +318,18 @@ impl MachineState {
     /// Records that the host has seen a stream or an event reach this point.
     pub(crate) fn order_host_after(&mut self, clock: &Clock) {
         if self.oracle {
-            let agent = self.agent_index();
-            self.hosts[agent].join_clock(clock);
+            self.host.join_clock(clock);
         }
     }
 
     /// Records that the host has synchronised with the device.
     pub(crate) fn order_host_after_device(&mut self, device: DeviceId) {
         if self.oracle {
-            self.order_agent_after_device(self.agent_index(), device);
+            let host = &mut self.host;
+            let streams = self.streams.iter().filter(|stream| stream.device == device);
+            streams.for_each(|stream| host.join_clock(&stream.clock));
+            self.components.released_clocks(device).for_each(|clock| host.join_clock(clock));
         }
-    }
-
-    /// As [`MachineState::order_host_after_device`], for every host agent.
-    pub(crate) fn order_all_hosts_after_device(&mut self, device: DeviceId) {
-        if self.oracle {
-            (0..self.hosts.len()).for_each(|agent| self.order_agent_after_device(agent, device));
-        }
-    }
-
-    fn order_agent_after_device(&mut self, agent: usize, device: DeviceId) {
-        let host = &mut self.hosts[agent];
-        let streams = self.streams.iter().filter(|stream| stream.device == device);
-        streams.for_each(|stream| host.join_clock(&stream.clock));
-        self.components.released_clocks(device).for_each(|clock| host.join_clock(clock));
     }
 
     /// Returns the streams that a stream's next item implicitly waits for, by the legacy rule.

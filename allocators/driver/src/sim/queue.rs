@@ -10,7 +10,7 @@ use super::{
     kernel::KernelBody,
     rows::RowWork,
 };
-use crate::{DeviceId, Pattern, RawStream, site::Site};
+use crate::{DeviceId, RawStream, site::Site};
 use std::{collections::VecDeque, fmt, sync::Arc};
 
 /// The implicit order of a stream.
@@ -40,8 +40,8 @@ pub(crate) struct Stream {
     pub(crate) component: u32,
     /// The clock that precedes the next item.
     pub(crate) clock: Clock,
-    /// The host agent whose clock was joined last, and the version of that clock at that time.
-    pub(crate) joined_host: (u32, u64),
+    /// The version of the host's clock that was joined last.
+    pub(crate) joined_host: u64,
     /// The numbers of items that were queued here and that have run.
     pub(crate) enqueued: u64,
     pub(crate) executed: u64,
@@ -139,17 +139,7 @@ pub(crate) enum Work {
     Access(DeviceUse),
     /// A user's kernel.
     Kernel { uses: Arc<[DeviceUse]>, body: Option<KernelBody> },
-    /// A copy from pinned host memory, by address.
-    CopyFromHost { to: DeviceUse, from: u64 },
-    /// A copy from pageable memory, with the bytes at the time it was queued.
-    CopyFromStaging { to: DeviceUse, from: Arc<[u8]> },
-    /// A copy to host memory, by address.
-    CopyToHost { to: u64, from: DeviceUse },
-    /// A copy on the device, from the first to the second.
-    CopyOnDevice([DeviceUse; 2]),
-    /// A fill.
-    Fill { to: DeviceUse, pattern: Pattern },
-    /// A 2D copy or fill.
+    /// A copy or fill.
     Rows(Arc<RowWork>),
     /// Waits until another stream (an index) has run `count` items.
     Wait { stream: usize, count: u64 },
@@ -174,7 +164,6 @@ impl Work {
     /// instantiated: that of fills, but not of copies or kernel arguments.
     pub(crate) fn uses_checked_at_instantiation(&self) -> &[DeviceUse] {
         match self {
-            Self::Fill { to, .. } => std::slice::from_ref(to),
             Self::Rows(work) if work.is_fill() => &work.uses,
             _ => &[],
         }
@@ -183,12 +172,7 @@ impl Work {
     /// Returns the device memory that it accesses, in the order of the checks.
     pub(crate) fn uses(&self) -> &[DeviceUse] {
         match self {
-            Self::Access(u)
-            | Self::CopyFromHost { to: u, .. }
-            | Self::CopyFromStaging { to: u, .. }
-            | Self::CopyToHost { from: u, .. }
-            | Self::Fill { to: u, .. } => std::slice::from_ref(u),
-            Self::CopyOnDevice(sides) => sides,
+            Self::Access(u) => std::slice::from_ref(u),
             Self::Kernel { uses, .. } => uses,
             Self::Rows(work) => &work.uses,
             Self::Inaccessible
@@ -203,33 +187,6 @@ impl Work {
 
 impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Inaccessible => f.write_str("Inaccessible"),
-            Self::Access(u) => f.debug_tuple("Access").field(u).finish(),
-            Self::Kernel { uses, .. } => f.debug_tuple("Kernel").field(uses).finish(),
-            Self::CopyFromHost { to, from } => {
-                f.debug_tuple("CopyFromHost").field(to).field(from).finish()
-            }
-            Self::CopyFromStaging { to, .. } => f.debug_tuple("CopyFromStaging").field(to).finish(),
-            Self::CopyToHost { to, from } => {
-                f.debug_tuple("CopyToHost").field(to).field(from).finish()
-            }
-            Self::CopyOnDevice([from, to]) => {
-                f.debug_tuple("CopyOnDevice").field(from).field(to).finish()
-            }
-            Self::Fill { to, pattern } => f.debug_tuple("Fill").field(to).field(pattern).finish(),
-            Self::Rows(work) => f.debug_tuple("Rows").field(&work.uses).finish(),
-            Self::Wait { stream, count } => {
-                f.debug_tuple("Wait").field(stream).field(count).finish()
-            }
-            Self::WriteValue { address, value } => {
-                f.debug_tuple("WriteValue").field(address).field(value).finish()
-            }
-            Self::WaitValue { address, value } => {
-                f.debug_tuple("WaitValue").field(address).field(value).finish()
-            }
-            Self::Callback(_) => f.write_str("Callback"),
-            Self::LaunchEnd(_) => f.write_str("LaunchEnd"),
-        }
+        f.debug_struct("Work").field("uses", &self.uses()).finish_non_exhaustive()
     }
 }

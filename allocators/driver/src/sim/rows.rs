@@ -1,23 +1,23 @@
-//! 2D copies and fills.
+//! Copies and fills, by rows. A contiguous one has one row.
 #![expect(unsafe_code, reason = "implements copies between raw addresses")]
 
 use super::{
     access_history::ActionKind,
     address_space::DeviceUse,
     codes::{self, ErrorCode},
-    family::copies::copy_use,
-    machine::{Machine, StateGuard},
+    machine::{Machine, caller_site},
+    machine_state::MachineState,
     pinned::HostMemoryKind,
     queue::{HostUse, Task, Work},
     store::Store,
 };
-use crate::{DeviceId, HostAccess, Pattern, Pitched, Result, Rows, site::Site};
+use crate::{Call, DeviceRange, HostAccess, Pattern, Pitched, RawStream, Result, Rows};
 use std::{ptr::NonNull, sync::Arc};
 
 /// The largest pitch of an H200 (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`), in bytes.
 const LARGEST_PITCH: u64 = 0x7fff_ffff;
 
-/// A 2D copy or fill.
+/// A copy or fill.
 pub(crate) struct RowWork {
     /// The uses of all rows on a device.
     pub(crate) uses: Vec<DeviceUse>,
@@ -83,6 +83,10 @@ fn row_span(start: u64, pitch: u64, rows: Rows) -> Result<u64, ErrorCode> {
     if rows.is_empty() {
         return Ok(0);
     }
+    if rows.height == 1 && pitch == rows.width {
+        // Contiguous: any length is valid, and a range past the last address is reported.
+        return Ok(rows.width);
+    }
     if pitch < rows.width || pitch > LARGEST_PITCH {
         return Err(codes::INVALID_VALUE);
     }
@@ -100,14 +104,24 @@ fn row_ranges(start: u64, pitch: u64, rows: Rows) -> impl Iterator<Item = (u64, 
     (0..count).map(move |row| (start + row * pitch, width))
 }
 
-fn row_uses(
-    device: DeviceId,
-    at: Pitched<u64>,
-    rows: Rows,
-    writes: bool,
-) -> impl Iterator<Item = DeviceUse> {
-    row_ranges(at.start, at.pitch, rows)
-        .map(move |(address, bytes)| copy_use(device, address, bytes, writes))
+impl MachineState {
+    /// Returns the device side of a copy on a stream. Access by any device is sufficient for copies.
+    fn row_uses(
+        &self,
+        stream: usize,
+        at: Pitched<u64>,
+        rows: Rows,
+        writes: bool,
+    ) -> Vec<DeviceUse> {
+        let device = self.space.device_of(at.start).unwrap_or(self.streams[stream].device);
+        let to_use = |(address, bytes)| DeviceUse {
+            range: DeviceRange { device, address, bytes },
+            writes,
+            generation: None,
+            devices: u64::MAX,
+        };
+        row_ranges(at.start, at.pitch, rows).map(to_use).collect()
+    }
 }
 
 /// Returns the host accesses of a copy of rows, row by row. Memory that is not pinned has none.
@@ -117,119 +131,142 @@ fn pinned_uses(pinned: bool, start: u64, pitch: u64, rows: Rows, kind: ActionKin
 }
 
 impl Machine {
-    /// Queues a copy of rows to the device.
+    /// Copies rows to the device.
     ///
     /// # Safety
     /// As of [`Copies::copy_2d_to_device`](crate::Copies::copy_2d_to_device).
-    pub(crate) unsafe fn queue_rows_to_device<'a>(
-        &'a self,
-        mut state: StateGuard<'a>,
-        stream: usize,
+    pub(crate) unsafe fn copy_rows_to_device(
+        &self,
+        call: Call,
+        stream: RawStream,
         to: Pitched<u64>,
         from: Pitched<NonNull<u8>>,
         rows: Rows,
-        site: Site,
-    ) -> Result<StateGuard<'a>, ErrorCode> {
-        let name = "2D copy to the device";
+    ) -> Result<()> {
+        let (name, site) = ("copy to the device", caller_site());
         let start = from.start.as_ptr() as u64;
-        row_span(to.start, to.pitch, rows)?;
-        let range = (start, row_span(start, from.pitch, rows)?);
-        let pinned = state.classify_host_range(range, ActionKind::Read, name, site)?
-            == HostMemoryKind::Pinned;
-        let uses: Vec<_> = row_uses(state.streams[stream].device, to, rows, true).collect();
-        // A captured copy reads host memory when it is launched, pinned or not.
-        let staged = !pinned && state.streams[stream].capture.is_none();
-        let source = if staged && state.space.store.has_bytes() {
-            let mut staged = Vec::new();
-            for (address, bytes) in row_ranges(start, from.pitch, rows) {
-                // SAFETY: 1. The caller promises that each row is readable and is not written.
-                staged.extend_from_slice(unsafe {
-                    std::slice::from_raw_parts(address as *const u8, bytes as usize)
-                });
-            }
-            RowSource::Staged(staged.into())
-        } else {
-            RowSource::Rows(Pitched { start, pitch: from.pitch })
-        };
-        let host = pinned_uses(pinned, start, from.pitch, rows, ActionKind::Read);
-        let work = Work::Rows(Arc::new(RowWork { uses, to, from: source, rows }));
-        let mut state = self.submit(state, stream, Task { name, site, host, work })?;
-        if staged {
-            // The host reads before the call returns.
-            for (address, bytes) in row_ranges(start, from.pitch, rows) {
-                state.check_host_access(address, bytes, HostAccess::Read, Some(site), site);
-            }
-        }
-        Ok(state)
+        self.queue_call(
+            call,
+            stream,
+            rows.width.saturating_mul(rows.height),
+            |mut state, stream| {
+                row_span(to.start, to.pitch, rows)?;
+                let range = (start, row_span(start, from.pitch, rows)?);
+                let pinned = state.classify_host_range(range, ActionKind::Read, name, site)?
+                    == HostMemoryKind::Pinned;
+                let uses = state.row_uses(stream, to, rows, true);
+                // A captured copy reads host memory when it is launched, pinned or not.
+                let staged = !pinned && state.streams[stream].capture.is_none();
+                let source = if staged && state.space.store.has_bytes() {
+                    let mut staged = Vec::new();
+                    for (address, bytes) in row_ranges(start, from.pitch, rows) {
+                        // SAFETY: 1. The caller promises that each row is readable and is not written.
+                        staged.extend_from_slice(unsafe {
+                            std::slice::from_raw_parts(address as *const u8, bytes as usize)
+                        });
+                    }
+                    RowSource::Staged(staged.into())
+                } else {
+                    RowSource::Rows(Pitched { start, pitch: from.pitch })
+                };
+                let host = pinned_uses(pinned, start, from.pitch, rows, ActionKind::Read);
+                let work = Work::Rows(Arc::new(RowWork { uses, to, from: source, rows }));
+                let mut state = self.submit(state, stream, Task { name, site, host, work })?;
+                if staged {
+                    // The host reads before the call returns.
+                    for (address, bytes) in row_ranges(start, from.pitch, rows) {
+                        state.check_host_access(address, bytes, HostAccess::Read, Some(site), site);
+                    }
+                }
+                Ok(state)
+            },
+        )
     }
 
-    /// Queues a copy of rows to the host. Returns whether its host side is pinned.
+    /// Copies rows to the host. For pageable memory the driver returns when the bytes have arrived.
     ///
     /// # Safety
     /// As of [`Copies::copy_2d_to_host`](crate::Copies::copy_2d_to_host).
-    pub(crate) unsafe fn queue_rows_to_host<'a>(
-        &'a self,
-        mut state: StateGuard<'a>,
-        stream: usize,
+    pub(crate) unsafe fn copy_rows_to_host(
+        &self,
+        call: Call,
+        stream: RawStream,
         to: Pitched<NonNull<u8>>,
         from: Pitched<u64>,
         rows: Rows,
-        site: Site,
-    ) -> Result<(StateGuard<'a>, bool), ErrorCode> {
-        let name = "2D copy to the host";
+    ) -> Result<()> {
+        let (name, site, device) = ("copy to the host", caller_site(), stream.device());
         let start = to.start.as_ptr() as u64;
-        row_span(from.start, from.pitch, rows)?;
-        let range = (start, row_span(start, to.pitch, rows)?);
-        let pinned = state.classify_host_range(range, ActionKind::Write, name, site)?
-            == HostMemoryKind::Pinned;
-        let uses: Vec<_> = row_uses(state.streams[stream].device, from, rows, false).collect();
-        let host = pinned_uses(pinned, start, to.pitch, rows, ActionKind::Write);
-        let to = Pitched { start, pitch: to.pitch };
-        let work = Work::Rows(Arc::new(RowWork { uses, to, from: RowSource::Rows(from), rows }));
-        Ok((self.submit(state, stream, Task { name, site, host, work })?, pinned))
+        self.queue_call(
+            call,
+            stream,
+            rows.width.saturating_mul(rows.height),
+            |mut state, stream| {
+                row_span(from.start, from.pitch, rows)?;
+                let range = (start, row_span(start, to.pitch, rows)?);
+                let pinned = state.classify_host_range(range, ActionKind::Write, name, site)?
+                    == HostMemoryKind::Pinned;
+                let uses = state.row_uses(stream, from, rows, false);
+                let host = pinned_uses(pinned, start, to.pitch, rows, ActionKind::Write);
+                let to = Pitched { start, pitch: to.pitch };
+                let from = RowSource::Rows(from);
+                let work = Work::Rows(Arc::new(RowWork { uses, to, from, rows }));
+                let mut state = self.submit(state, stream, Task { name, site, host, work })?;
+                if !pinned && state.streams[stream].capture.is_none() {
+                    let point = state.point(stream);
+                    state = self.run_until(state, point.stream, point.count);
+                    state.device(device)?;
+                    state.order_host_after(&point.clock);
+                }
+                Ok(state)
+            },
+        )
     }
 
-    /// Queues a copy of rows on the device.
-    pub(crate) fn queue_rows_on_device<'a>(
-        &'a self,
-        state: StateGuard<'a>,
-        stream: usize,
+    /// Copies rows on the device.
+    pub(crate) fn copy_rows_on_device(
+        &self,
+        call: Call,
+        stream: RawStream,
         to: Pitched<u64>,
         from: Pitched<u64>,
         rows: Rows,
-        site: Site,
-    ) -> Result<StateGuard<'a>, ErrorCode> {
-        row_span(to.start, to.pitch, rows)?;
-        row_span(from.start, from.pitch, rows)?;
-        let device = state.streams[stream].device;
-        let uses: Vec<_> =
-            row_uses(device, from, rows, false).chain(row_uses(device, to, rows, true)).collect();
-        let work = Work::Rows(Arc::new(RowWork { uses, to, from: RowSource::Rows(from), rows }));
-        self.submit(state, stream, Task::new("2D copy on the device", site, work))
+    ) -> Result<()> {
+        let site = caller_site();
+        self.queue_call(call, stream, rows.width.saturating_mul(rows.height), |state, stream| {
+            row_span(to.start, to.pitch, rows)?;
+            row_span(from.start, from.pitch, rows)?;
+            let mut uses = state.row_uses(stream, from, rows, false);
+            uses.append(&mut state.row_uses(stream, to, rows, true));
+            let from = RowSource::Rows(from);
+            let work = Work::Rows(Arc::new(RowWork { uses, to, from, rows }));
+            self.submit(state, stream, Task::new("copy on the device", site, work))
+        })
     }
 
-    /// Queues a fill of rows, whose width is in elements.
-    pub(crate) fn queue_row_fill<'a>(
-        &'a self,
-        state: StateGuard<'a>,
-        stream: usize,
+    /// Fills rows, whose width is in elements.
+    pub(crate) fn fill_rows(
+        &self,
+        call: Call,
+        stream: RawStream,
         to: Pitched<u64>,
         pattern: Pattern,
         rows: Rows,
-        site: Site,
-    ) -> Result<StateGuard<'a>, ErrorCode> {
-        let element = pattern.bytes();
-        let width = rows.width.checked_mul(element).ok_or(codes::INVALID_VALUE)?;
-        let rows = Rows { width, ..rows };
-        if !to.start.is_multiple_of(element)
-            || (rows.height > 1 && !to.pitch.is_multiple_of(element))
-        {
-            return Err(codes::INVALID_VALUE);
-        }
-        row_span(to.start, to.pitch, rows)?;
-        let uses: Vec<_> = row_uses(state.streams[stream].device, to, rows, true).collect();
-        let work =
-            Work::Rows(Arc::new(RowWork { uses, to, from: RowSource::Pattern(pattern), rows }));
-        self.submit(state, stream, Task::new("2D fill", site, work))
+    ) -> Result<()> {
+        let (site, element) = (caller_site(), pattern.bytes());
+        self.queue_call(call, stream, rows.width.saturating_mul(rows.height), |state, stream| {
+            let width = rows.width.checked_mul(element).ok_or(codes::INVALID_VALUE)?;
+            let rows = Rows { width, ..rows };
+            if !to.start.is_multiple_of(element)
+                || (rows.height > 1 && !to.pitch.is_multiple_of(element))
+            {
+                return Err(codes::INVALID_VALUE);
+            }
+            row_span(to.start, to.pitch, rows)?;
+            let uses = state.row_uses(stream, to, rows, true);
+            let from = RowSource::Pattern(pattern);
+            let work = Work::Rows(Arc::new(RowWork { uses, to, from, rows }));
+            self.submit(state, stream, Task::new("fill", site, work))
+        })
     }
 }

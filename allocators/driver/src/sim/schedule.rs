@@ -81,13 +81,12 @@ impl MachineState {
 
     /// Records that the host had to wait until the end of a path.
     pub(crate) fn record_host_wait(&mut self, path: u64) {
-        let agent = self.agent_index();
-        self.hosts[agent].path = self.hosts[agent].path.max(path);
+        self.host.path = self.host.path.max(path);
     }
 
     /// Adds one item to a stream's path.
     fn extend_path(&mut self, stream: usize) {
-        let host = self.hosts[self.agent_index()].path;
+        let host = self.host.path;
         let path = &mut self.streams[stream].path;
         *path = (*path).max(host) + 1;
         self.longest_path = self.longest_path.max(*path);
@@ -134,44 +133,11 @@ impl MachineState {
         let store = &self.space.store;
         match &item.work {
             Work::WriteValue { address, value } => self.values.write(*address, *value),
-            Work::Fill { to, pattern } => {
-                // SAFETY: 1. The range is mapped, accessible and aligned, as was checked, and only
-                // the one running item accesses it.
-                unsafe { store.fill(to.range.address, *pattern, to.range.bytes) }
-            }
             // SAFETY: 1. Every device row is mapped and accessible, as was checked. The caller
             // promised that host rows stay valid until the work is done. 2. The caller promised
             // that there is no other access.
             Work::Rows(work) => unsafe { work.execute(store) },
-            Work::CopyFromHost { to, from } => {
-                // SAFETY: 1. `to` is mapped and accessible, as was checked. The caller of the copy
-                // promised that `from` is readable until the copy is done. 2. The caller promised
-                // that there is no other access.
-                unsafe { store.copy(to.range.address, *from, to.range.bytes) }
-            }
-            Work::CopyFromStaging { to, from } => {
-                // SAFETY: 1. `to` is mapped and accessible, as was checked, and as long as `from`,
-                // which was created for it. 2. This item owns `from`, and one item runs at a time.
-                unsafe { store.copy(to.range.address, from.as_ptr() as u64, from.len() as u64) }
-            }
-            Work::CopyToHost { to, from } => {
-                // SAFETY: 1. `from` is mapped and accessible, as was checked. The caller of the
-                // copy promised that `to` is writable until the copy is done. 2. The caller
-                // promised that there is no other access.
-                unsafe { store.copy(*to, from.range.address, from.range.bytes) }
-            }
-            Work::CopyOnDevice([from, to]) => {
-                // SAFETY: 1. Both are mapped and accessible, as was checked. 2. One item runs at a
-                // time.
-                unsafe { store.copy(to.range.address, from.range.address, from.range.bytes) }
-            }
-            Work::Inaccessible
-            | Work::Access(_)
-            | Work::Kernel { .. }
-            | Work::Wait { .. }
-            | Work::WaitValue { .. }
-            | Work::Callback(_)
-            | Work::LaunchEnd(_) => {}
+            _ => {}
         }
     }
 

@@ -94,7 +94,7 @@ impl fmt::Display for ViolationKind {
 /// See [`Sim`](super::Sim) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Party {
-    /// The stream or host agent.
+    /// The stream or the host.
     pub agent: Agent,
     /// The name of its work: the kernel's name, `copy to device`, `unmap`.
     pub work: &'static str,

@@ -1,32 +1,24 @@
-//! Work that a test queues: kernels, declared accesses, values, callbacks, and synchronous copies.
-#![expect(unsafe_code, reason = "declares copies between raw addresses")]
+//! Work that a test queues: kernels, declared accesses, values and callbacks.
+#![expect(unsafe_code, reason = "creates handles")]
 
 use super::{
     Sim,
     access_history::ActionKind,
     address_space::DeviceUse,
     callback::{Callback, CallbackToken, QueuedCallback},
-    codes::{self, ErrorCode},
+    codes,
+    config::Mode,
     kernel::{DeclaredAccess, SimKernel},
-    machine::{StateGuard, caller_site},
+    machine::caller_site,
     machine_state::device_bit,
     queue::{HostUse, StreamKind, Task, Work, stream_handle},
 };
-use crate::{Access, DeviceId, DeviceRange, DriverError, HostAccess, Pattern, RawStream, Result};
-use std::ptr::NonNull;
+use crate::{Access, DeviceId, DeviceRange, HostAccess, RawStream, Result};
 
 const LAUNCH: &str = "cuLaunchKernel";
 const WRITE_VALUE: &str = "cuStreamWriteValue64";
 const WAIT_VALUE: &str = "cuStreamWaitValue64";
 const CALLBACK: &str = "cuLaunchHostFunc";
-const COPY_TO_DEVICE: &str = "cuMemcpyHtoD";
-const COPY_TO_HOST: &str = "cuMemcpyDtoH";
-const COPY_ON_DEVICE: &str = "cuMemcpyDtoD";
-const FILL: &str = "cuMemsetD8";
-
-fn error_of_name(call: &'static str) -> impl Fn(ErrorCode) -> DriverError {
-    move |code| codes::error(call, code)
-}
 
 /// Creates the use of a kernel. The stream's own device must have access.
 fn kernel_use(device: DeviceId, declared: &DeclaredAccess) -> DeviceUse {
@@ -47,16 +39,10 @@ impl Sim {
     /// Invalid handle for a stream that does not exist. Errors of a capture or of a lost device.
     #[track_caller]
     pub fn launch(&self, stream: RawStream, kernel: SimKernel) -> Result<()> {
-        let site = caller_site();
-        let (state, index) = self.enter_stream(LAUNCH, stream)?;
         let SimKernel { name, declared, body } = kernel;
         let uses = declared.iter().map(|declared| kernel_use(stream.device(), declared)).collect();
-        let body = body.filter(|_| state.space.store.has_bytes());
-        let task = Task::new(name, site, Work::Kernel { uses, body });
-        let queued =
-            self.machine.submit(state, index, task).map(drop).map_err(error_of_name(LAUNCH));
-        self.machine.checkpoint();
-        queued
+        let body = body.filter(|_| self.machine.config.mode == Mode::Bytes);
+        self.queue(LAUNCH, stream, Task::new(name, caller_site(), Work::Kernel { uses, body }))
     }
 
     /// Queues a kernel that accesses one range and does nothing else: the simplest way to declare
@@ -72,30 +58,27 @@ impl Sim {
         access: Access,
         generation: Option<u64>,
     ) -> Result<()> {
-        let site = caller_site();
-        let (state, index) = self.enter_stream(LAUNCH, stream)?;
         let name = if access.writes() { "write" } else { "read" };
         let u = kernel_use(stream.device(), &DeclaredAccess { range, access, generation });
-        let task = Task::new(name, site, Work::Access(u));
-        let queued =
-            self.machine.submit(state, index, task).map(drop).map_err(error_of_name(LAUNCH));
-        self.machine.checkpoint();
-        queued
+        self.queue(LAUNCH, stream, Task::new(name, caller_site(), Work::Access(u)))
     }
 
-    /// Declares that the CPU reads pinned memory, as the agent that this thread acts as.
+    /// Declares that the CPU reads pinned memory.
     #[track_caller]
     pub fn host_read(&self, address: u64, bytes: u64) {
-        let site = caller_site();
-        self.machine.lock().check_host_access(address, bytes, HostAccess::Read, Some(site), site);
-        self.machine.checkpoint();
+        self.host_access(address, bytes, HostAccess::Read);
     }
 
-    /// Declares that the CPU writes pinned memory, as the agent that this thread acts as.
+    /// Declares that the CPU writes pinned memory.
     #[track_caller]
     pub fn host_write(&self, address: u64, bytes: u64) {
+        self.host_access(address, bytes, HostAccess::Write);
+    }
+
+    #[track_caller]
+    fn host_access(&self, address: u64, bytes: u64, access: HostAccess) {
         let site = caller_site();
-        self.machine.lock().check_host_access(address, bytes, HostAccess::Write, Some(site), site);
+        self.machine.lock().check_host_access(address, bytes, access, Some(site), site);
         self.machine.checkpoint();
     }
 
@@ -105,10 +88,8 @@ impl Sim {
     /// As [`Sim::launch`].
     #[track_caller]
     pub fn write_value(&self, stream: RawStream, address: u64, value: u64) -> Result<()> {
-        let site = caller_site();
-        let (state, index) = self.enter_stream(WRITE_VALUE, stream)?;
-        let task = Task::new("write of a value", site, Work::WriteValue { address, value });
-        self.machine.submit(state, index, task).map(drop).map_err(error_of_name(WRITE_VALUE))
+        let work = Work::WriteValue { address, value };
+        self.queue(WRITE_VALUE, stream, Task::new("write of a value", caller_site(), work))
     }
 
     /// Makes a stream wait until the value at an address is `value` or more
@@ -120,10 +101,8 @@ impl Sim {
     /// As [`Sim::launch`].
     #[track_caller]
     pub fn wait_value(&self, stream: RawStream, address: u64, value: u64) -> Result<()> {
-        let site = caller_site();
-        let (state, index) = self.enter_stream(WAIT_VALUE, stream)?;
-        let task = Task::new("wait for a value", site, Work::WaitValue { address, value });
-        self.machine.submit(state, index, task).map(drop).map_err(error_of_name(WAIT_VALUE))
+        let work = Work::WaitValue { address, value };
+        self.queue(WAIT_VALUE, stream, Task::new("wait for a value", caller_site(), work))
     }
 
     /// Queues a host call (`cuLaunchHostFunc`). Its declared accesses are checked now. It runs when
@@ -134,8 +113,6 @@ impl Sim {
     #[track_caller]
     #[doc(hidden)]
     pub fn host_callback(&self, stream: RawStream, callback: Callback) -> Result<CallbackToken> {
-        let site = caller_site();
-        let (state, index) = self.enter_stream(CALLBACK, stream)?;
         let Callback { name, accesses, call } = callback;
         let call = QueuedCallback::new(call);
         let token = call.token(self.clone());
@@ -143,11 +120,9 @@ impl Sim {
             let kind = if access.writes() { ActionKind::Write } else { ActionKind::Read };
             HostUse { address, bytes, kind, by_device: false }
         });
-        let task = Task { host: host.collect(), ..Task::new(name, site, Work::Callback(call)) };
-        let queued =
-            self.machine.submit(state, index, task).map(|_| token).map_err(error_of_name(CALLBACK));
-        self.machine.checkpoint();
-        queued
+        let host = host.collect();
+        let task = Task { host, ..Task::new(name, caller_site(), Work::Callback(call)) };
+        self.queue(CALLBACK, stream, task).map(|()| token)
     }
 
     /// Creates a stream that is ordered with the device's legacy default stream in both directions
@@ -169,125 +144,13 @@ impl Sim {
         unsafe { RawStream::from_raw(device, 0) }
     }
 
-    /// Copies to the device on its legacy stream (`cuMemcpyHtoD`). From pinned memory the host
-    /// waits until the bytes have arrived. From pageable memory it waits only until they are
-    /// staged.
-    ///
-    /// # Safety
-    /// 1. `from` is readable for `bytes`, and is not written during the call.
-    ///
-    /// # Errors
-    /// Invalid value for a host range that spans two registrations.
+    /// Queues a task, or refuses it in the name of a call.
     #[track_caller]
-    pub unsafe fn copy_to_device_now(
-        &self,
-        device: DeviceId,
-        to: u64,
-        from: NonNull<u8>,
-        bytes: usize,
-    ) -> Result<()> {
-        let site = caller_site();
-        let (state, index) = self.enter_legacy(COPY_TO_DEVICE, device)?;
-        // SAFETY: 1. is promised by the caller. The copy is done, or staged, when this returns.
-        let queued = unsafe { self.machine.queue_to_device(state, index, to, from, bytes, site) };
-        let (state, pinned) = queued.map_err(error_of_name(COPY_TO_DEVICE))?;
-        if pinned {
-            self.synchronize(state, index, COPY_TO_DEVICE)?;
-        } else {
-            drop(state);
-        }
-        self.machine.checkpoint();
-        Ok(())
-    }
-
-    /// Copies to the host on the legacy stream (`cuMemcpyDtoH`). The host waits until the bytes
-    /// have arrived.
-    ///
-    /// # Safety
-    /// 1. `to` is writable for `bytes`, and there is no other access to it during the call.
-    ///
-    /// # Errors
-    /// Invalid value for a host range that spans two registrations.
-    #[track_caller]
-    pub unsafe fn copy_to_host_now(
-        &self,
-        device: DeviceId,
-        to: NonNull<u8>,
-        from: u64,
-        bytes: usize,
-    ) -> Result<()> {
-        let site = caller_site();
-        let (state, index) = self.enter_legacy(COPY_TO_HOST, device)?;
-        // SAFETY: 1. is promised by the caller. The copy is done when this returns.
-        let queued = unsafe { self.machine.queue_to_host(state, index, to, from, bytes, site) };
-        let (state, _) = queued.map_err(error_of_name(COPY_TO_HOST))?;
-        self.synchronize(state, index, COPY_TO_HOST)?;
-        self.machine.checkpoint();
-        Ok(())
-    }
-
-    /// Copies on the device on its legacy stream (`cuMemcpyDtoD`). The driver calls this
-    /// copy synchronous, but it gives the host no order.
-    ///
-    /// # Errors
-    /// Errors of a lost device.
-    #[track_caller]
-    pub fn copy_on_device_now(
-        &self,
-        device: DeviceId,
-        to: u64,
-        from: u64,
-        bytes: u64,
-    ) -> Result<()> {
-        let site = caller_site();
-        let (state, index) = self.enter_legacy(COPY_ON_DEVICE, device)?;
-        let queued = self.machine.queue_on_device(state, index, to, from, bytes, site);
-        queued.map(drop).map_err(error_of_name(COPY_ON_DEVICE))?;
-        self.machine.checkpoint();
-        Ok(())
-    }
-
-    /// Fills on the device's legacy stream (`cuMemsetD8`). It gives the host no order.
-    ///
-    /// # Errors
-    /// Errors of a lost device.
-    #[track_caller]
-    pub fn fill_now(&self, device: DeviceId, to: u64, byte: u8, bytes: u64) -> Result<()> {
-        let site = caller_site();
-        let (state, index) = self.enter_legacy(FILL, device)?;
-        let queued = self.machine.queue_fill(state, index, to, Pattern::Byte(byte), bytes, site);
-        queued.map(drop).map_err(error_of_name(FILL))?;
-        self.machine.checkpoint();
-        Ok(())
-    }
-
-    fn enter_stream(
-        &self,
-        call: &'static str,
-        stream: RawStream,
-    ) -> Result<(StateGuard<'_>, usize)> {
+    fn queue(&self, call: &'static str, stream: RawStream, task: Task) -> Result<()> {
         let mut state = self.machine.enter_named(call, stream.device())?;
-        let index = state.stream(stream).map_err(error_of_name(call))?;
-        Ok((state, index))
-    }
-
-    fn enter_legacy(
-        &self,
-        call: &'static str,
-        device: DeviceId,
-    ) -> Result<(StateGuard<'_>, usize)> {
-        let mut state = self.machine.enter_named(call, device)?;
-        let index = state.legacy_stream(device).map_err(error_of_name(call))?;
-        Ok((state, index))
-    }
-
-    /// Waits for all work queued on a stream, and orders the host after it.
-    fn synchronize(&self, state: StateGuard<'_>, index: usize, call: &'static str) -> Result<()> {
-        let device = state.streams[index].device;
-        let point = state.point(index);
-        let mut state = self.machine.run_until(state, point.stream, point.count);
-        state.device(device).map_err(error_of_name(call))?;
-        state.order_host_after(&point.clock);
-        Ok(())
+        let index = state.stream(stream);
+        let queued = index.and_then(|index| self.machine.submit(state, index, task).map(drop));
+        self.machine.checkpoint();
+        queued.map_err(|code| codes::error(call, code))
     }
 }

@@ -410,7 +410,8 @@ fn waiting_for_a_capturing_stream_breaks_its_capture() {
     assert_eq!(code(m.end_capture(a)), 901);
     let blocking = m.sim.blocking_stream(GPU).unwrap();
     m.driver.capture_begin(blocking, CaptureMode::Relaxed).unwrap();
-    assert_eq!(code(m.sim.fill_now(GPU, m.alloc(1).address, 0, 1)), 906);
+    let (legacy, x) = (m.sim.legacy_stream(GPU), m.alloc(1));
+    assert_eq!(code(m.sim.access(legacy, x, aquifer_driver::Access::Write, None)), 906);
     assert_eq!(code(m.end_capture(blocking)), 901);
 }
 

@@ -265,7 +265,7 @@ fn a_cpu_access_under_a_queued_copy_is_found() {
         m.sim.host_write(address + 4000, 96);
         let fault = m.only(ViolationKind::ReadWrite, FILE, earlier, later);
         assert_eq!(fault.place, ViolationLocation::Host { address: address + 4000, bytes: 96 });
-        assert_eq!(fault.later.agent, Agent::Host { agent: 0 });
+        assert_eq!(fault.later.agent, Agent::Host);
 
         let host = m.pinned(4096);
         let address = host.as_ptr() as u64;

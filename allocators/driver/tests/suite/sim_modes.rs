@@ -31,13 +31,13 @@ fn buffer(bytes: &mut [u8]) -> NonNull<u8> {
 
 #[test]
 fn builders_change_only_the_named_setting() {
-    let sim = Sim::h200(2).symbolic().stepped().capacity(1 << 30).host_agents(3);
+    let sim = Sim::h200(2).symbolic().stepped().capacity(1 << 30);
     let config = sim.config();
     assert_eq!(
         (config.devices.len(), config.mode, config.schedule),
         (2, Mode::Symbolic, Schedule::Stepped)
     );
-    assert_eq!((config.capacity, config.host_agents), (Some(1 << 30), 3));
+    assert_eq!(config.capacity, Some(1 << 30));
     assert_eq!(Sim::h200(1).seeded(3).config().schedule, Schedule::Seeded(3));
     let info = sim.driver().device_info(GPU).unwrap();
     assert_eq!(

@@ -214,62 +214,6 @@ fn mapping_calls_do_not_order() {
     });
 }
 
-/// A legacy copy or fill is ordered with blocking streams. The question is therefore what the host
-/// knows afterwards: `a` blocks, and `b` does not.
-#[track_caller]
-fn teaches(expected: bool, copy: impl Fn(&Scene<'_>)) {
-    everywhere(|m| {
-        let mut own = vec![0_u8; 4096];
-        let scene = Scene {
-            m,
-            a: m.sim.blocking_stream(GPU).unwrap(),
-            b: m.stream(),
-            x: m.alloc(4096),
-            y: m.alloc(4096),
-            pinned: m.pinned(4096),
-            pageable: NonNull::from(own.as_mut_slice()).cast(),
-        };
-        m.write(scene.a, scene.x);
-        copy(&scene);
-        m.silent();
-        m.read(scene.b, scene.x);
-        assert_eq!(m.sim.take_violations().is_empty(), expected, "{:?}", m.sim.config());
-        m.driver.device_synchronize(GPU).unwrap();
-    });
-}
-
-#[test]
-fn synchronous_copies_to_the_host_order() {
-    teaches(true, |s| {
-        // SAFETY: 1. Both are 4096 bytes long, and nothing else accesses them meanwhile.
-        unsafe { s.m.sim.copy_to_host_now(GPU, s.pinned, s.y.address, 4096) }.unwrap();
-    });
-    teaches(true, |s| {
-        // SAFETY: as above.
-        unsafe { s.m.sim.copy_to_host_now(GPU, s.pageable, s.y.address, 4096) }.unwrap();
-    });
-}
-
-#[test]
-fn synchronous_copies_to_the_device_order_from_pinned_memory_only() {
-    teaches(true, |s| {
-        // SAFETY: 1. Both are 4096 bytes long, and nothing else accesses them meanwhile.
-        unsafe { s.m.sim.copy_to_device_now(GPU, s.y.address, s.pinned, 4096) }.unwrap();
-    });
-    teaches(false, |s| {
-        // SAFETY: as above.
-        unsafe { s.m.sim.copy_to_device_now(GPU, s.y.address, s.pageable, 4096) }.unwrap();
-    });
-}
-
-#[test]
-fn synchronous_copies_and_fills_on_the_device_do_not_order() {
-    teaches(false, |s| {
-        s.m.sim.copy_on_device_now(GPU, s.y.address, s.y.address + 2048, 1024).unwrap();
-    });
-    teaches(false, |s| s.m.sim.fill_now(GPU, s.y.address, 1, 4096).unwrap());
-}
-
 #[test]
 fn an_asynchronous_copy_into_pageable_memory_orders_and_into_pinned_does_not() {
     orders(true, |s| {
@@ -466,39 +410,6 @@ fn an_unmap_after_the_host_has_seen_the_work_done_is_silent() {
         }
         m.silent();
     });
-}
-
-#[test]
-fn host_agents_are_ordered_by_what_they_tell_each_other() {
-    let run = |told: bool| {
-        let m = Machine::new(Sim::h200(1).symbolic().host_agents(2));
-        let (a, b, x) = (m.stream(), m.stream(), m.alloc(4096));
-        m.write(a, x);
-        m.driver.stream_synchronize(a).unwrap();
-        if told {
-            m.sim.host_edge(0, 1);
-        }
-        let _second = m.sim.act_as(1);
-        m.read(b, x);
-        m.sim.violations().len()
-    };
-    assert_eq!((run(true), run(false)), (0, 1));
-}
-
-#[test]
-fn host_accesses_of_two_agents_race_unless_told() {
-    let run = |told: bool| {
-        let m = Machine::new(Sim::h200(1).symbolic().host_agents(2));
-        let address = m.pinned(4096).as_ptr() as u64;
-        m.sim.host_write(address, 8);
-        if told {
-            m.sim.host_edge(0, 1);
-        }
-        let _second = m.sim.act_as(1);
-        m.sim.host_read(address, 8);
-        m.sim.violations().len()
-    };
-    assert_eq!((run(true), run(false)), (0, 1));
 }
 
 #[test]

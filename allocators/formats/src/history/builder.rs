@@ -8,6 +8,7 @@ use super::{
 use crate::trace::{
     MAX_STREAMS, TraceFormat,
     error::{Fault, Name},
+    lives::{Lives, short},
 };
 use aquifer_core::event::BlockKind;
 use std::{collections::HashMap, ops::Range};
@@ -28,11 +29,8 @@ pub(super) enum StreamNames {
 /// A history under construction.
 #[derive(Debug)]
 pub(super) struct HistoryBuilder {
-    /// The last block of each name.
-    names: HashMap<u64, u32>,
+    lives: Lives,
     blocks: BlockColumns,
-    /// The row in which each block was freed.
-    freed_rows: Vec<u32>,
     steps: Vec<HistoryStep>,
     marks: Vec<HistoryMark>,
     /// Phases, in any order. They may lie outside of the history.
@@ -77,9 +75,8 @@ pub(super) struct InputFacts {
 impl HistoryBuilder {
     pub(super) fn new(stream_names: StreamNames) -> Self {
         Self {
-            names: HashMap::new(),
+            lives: Lives::default(),
             blocks: BlockColumns::default(),
-            freed_rows: Vec::new(),
             steps: Vec::new(),
             marks: Vec::new(),
             phases: Vec::new(),
@@ -121,24 +118,14 @@ impl HistoryBuilder {
         origin: &Origin,
     ) -> Result<(), Fault> {
         let block = index(self.blocks.len())?;
-        if let Some(&before) = self.names.get(&key(id)) {
-            let before = before as usize;
-            if self.blocks.freed[before].is_infinite() {
-                let first = self.blocks.row[before].into();
-                return Err(Fault::TwiceAllocated { id, first });
-            }
-            if self.blocks.end[before].is_infinite() {
-                let freed = self.freed_rows[before].into();
-                return Err(Fault::StillInUse { id, freed });
-            }
-        }
+        self.lives.check_new(id)?;
         let occupied = origin.occupied.unwrap_or(bytes).max(bytes);
         let Some(live) = self.live.checked_add(occupied).filter(|live| *live <= MAX_LIVE) else {
             return Err(Fault::AbsurdSize { found: bytes.to_string() });
         };
         let stream = self.stream(stream)?;
         self.live = live;
-        self.names.insert(key(id), block);
+        self.lives.allocate(id, block, bytes, row);
         let address = origin.address.filter(|start| start.checked_add(occupied).is_some());
         self.without_address += u64::from(address.is_none());
         let blocks = &mut self.blocks;
@@ -161,9 +148,7 @@ impl HistoryBuilder {
         blocks.kind.push(origin.kind);
         blocks.metadata.push(origin.metadata);
         blocks.row.push(short(row));
-        self.freed_rows.push(0);
-        debug_assert_eq!(blocks.len(), self.freed_rows.len(), "columns are as long as each other");
-        debug_assert_eq!(blocks.len(), blocks.row.len());
+        debug_assert_eq!(blocks.len(), blocks.row.len(), "columns are as long as each other");
         debug_assert!(blocks.is_exact.is_empty() || blocks.is_exact.len() == blocks.len());
         self.steps.push(HistoryStep::new(HistoryAction::Allocate, block));
         Ok(())
@@ -177,14 +162,8 @@ impl HistoryBuilder {
         stream: u64,
     ) -> Result<(), Fault> {
         self.stream(stream)?;
-        let &block = self.names.get(&key(id)).ok_or(Fault::Unknown { id, done: "freed" })?;
-        let place = block as usize;
-        if self.blocks.freed[place].is_finite() {
-            return Err(Fault::TwiceFreed { id, first: self.freed_rows[place].into() });
-        }
-        self.check_size(id, place, bytes)?;
-        self.blocks.freed[place] = time;
-        self.freed_rows[place] = short(row);
+        let block = self.lives.free(id, bytes, row)?;
+        self.blocks.freed[block as usize] = time;
         self.steps.push(HistoryStep::new(HistoryAction::Free, block));
         Ok(())
     }
@@ -197,15 +176,8 @@ impl HistoryBuilder {
         stream: u64,
     ) -> Result<(), Fault> {
         self.stream(stream)?;
-        let &block = self.names.get(&key(id)).ok_or(Fault::Unknown { id, done: "completed" })?;
+        let block = self.lives.complete(id, bytes)?;
         let place = block as usize;
-        if self.blocks.freed[place].is_infinite() {
-            return Err(Fault::CompleteBeforeFree { id });
-        }
-        if self.blocks.end[place].is_finite() {
-            return Err(Fault::TwiceCompleted { id });
-        }
-        self.check_size(id, place, bytes)?;
         let freed = HistoryStep::new(HistoryAction::Free, block);
         match self.steps.last_mut() {
             // The completion directly follows the free: no other stream used it.
@@ -225,7 +197,7 @@ impl HistoryBuilder {
 
     /// Attaches text to a block that has none.
     pub(super) fn annotate(&mut self, id: Name, text: u32) {
-        if let Some(&block) = self.names.get(&key(id))
+        if let Some(block) = self.lives.block(id)
             && let Some(metadata @ 0) = self.blocks.metadata.get_mut(block as usize)
         {
             *metadata = text;
@@ -238,11 +210,6 @@ impl HistoryBuilder {
         self.marks.push(mark);
         self.steps.push(HistoryStep::new(HistoryAction::Mark, place));
         Ok(())
-    }
-
-    fn check_size(&self, id: Name, block: usize, now: u64) -> Result<(), Fault> {
-        let allocated = (self.blocks.requested[block], self.blocks.row[block].into());
-        if allocated.0 == now { Ok(()) } else { Err(Fault::SizeChanged { id, allocated, now }) }
     }
 
     /// Returns the name of a stream.
@@ -305,7 +272,7 @@ impl HistoryBuilder {
         if self.blocks.is_empty() {
             return Err(Fault::NoAllocation);
         }
-        (self.names, self.freed_rows) = (HashMap::new(), Vec::new());
+        self.lives = Lives::default();
         let end = self.end;
         self.phases.retain(|phase| phase.begin <= end && phase.end >= 0.0);
         for phase in &mut self.phases {
@@ -392,16 +359,4 @@ impl HistoryBuilder {
 fn index(count: usize) -> Result<u32, Fault> {
     let index = u32::try_from(count).ok().filter(|index| *index < HistoryStep::MOST);
     index.ok_or(Fault::TooManyBlocks)
-}
-
-/// Converts a row number for a column. Saturates.
-pub(super) fn short(row: u64) -> u32 {
-    u32::try_from(row).unwrap_or(u32::MAX)
-}
-
-/// Ids and pointers never occur in the same input.
-fn key(id: Name) -> u64 {
-    match id {
-        Name::Id(id) | Name::Pointer(id) => id,
-    }
 }

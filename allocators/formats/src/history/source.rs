@@ -3,7 +3,7 @@
 
 use super::{
     ExtentTree, HistoryClock, HistoryMark, HistoryPhase, MarkKind, MemoryHistory,
-    builder::{HistoryBuilder, InputFacts, Origin, StreamNames, short},
+    builder::{HistoryBuilder, InputFacts, Origin, StreamNames},
 };
 use crate::{
     pickle::{self, Objects, Value, Word},
@@ -11,6 +11,7 @@ use crate::{
         Header, Trace, TraceAction, TraceDevice, TraceError, TraceFormat,
         error::{Fault, Name, SnapshotError},
         events::{Columns, RowAction},
+        lives::short,
         log::{LogFacts, LogHeader},
         log_event::{LogAction, LogEvent, LogPhase, Skips, UNREADABLE},
         made,

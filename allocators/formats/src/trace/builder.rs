@@ -2,17 +2,19 @@
 
 use super::{
     Fault, MAX_BLOCK, MAX_STREAMS, Trace, TraceAccount, TraceAction, TraceBlock, TraceFormat,
-    TraceStep, error::Name,
+    TraceStep,
+    error::Name,
+    lives::{Lives, short},
 };
 use aquifer_core::event::BlockKind;
 use std::collections::{BTreeMap, HashMap};
 
 /// A trace under construction.
 pub(super) struct Builder {
-    /// The current meaning of each name. Names of completed blocks are kept, so that a second free
-    /// is distinguished from a free of an unknown block.
-    names: HashMap<u64, Known>,
+    lives: Lives,
     blocks: Vec<TraceBlock>,
+    /// The account of each block.
+    account_of: Vec<u32>,
     steps: Vec<TraceStep>,
     /// Streams by their name in the rows. Renumbered at the end: small numbers in their own order,
     /// handles in the order of appearance.
@@ -27,32 +29,12 @@ pub(super) struct Builder {
     last: usize,
 }
 
-/// The state of a name.
-struct Known {
-    block: u32,
-    account: u32,
-    allocated: u64,
-    state: State,
-}
-
-enum State {
-    Live,
-    /// Freed in row `row`, by the step at index `step`.
-    Freed {
-        row: u64,
-        step: usize,
-    },
-    /// Completed; freed in row `row`.
-    Done {
-        row: u64,
-    },
-}
-
 impl Builder {
     pub(super) fn new() -> Self {
         Self {
-            names: HashMap::new(),
+            lives: Lives::default(),
             blocks: Vec::new(),
+            account_of: Vec::new(),
             steps: Vec::new(),
             streams: BTreeMap::new(),
             live: 0,
@@ -125,13 +107,7 @@ impl Builder {
         kind: BlockKind,
         tag: &str,
     ) -> Result<(), Fault> {
-        if let Some(known) = self.names.get(&key(id)) {
-            match known.state {
-                State::Live => return Err(Fault::TwiceAllocated { id, first: known.allocated }),
-                State::Freed { row, .. } => return Err(Fault::StillInUse { id, freed: row }),
-                State::Done { .. } => {}
-            }
-        }
+        self.lives.check_new(id)?;
         let Ok(block) = u32::try_from(self.blocks.len()) else { return Err(Fault::TooManyBlocks) };
         let Some(live) = self.live.checked_add(bytes) else {
             return Err(Fault::AbsurdSize { found: bytes.to_string() });
@@ -144,8 +120,8 @@ impl Builder {
         // There are as many as tags, which are fewer than blocks.
         let account = self.account(kind, tag);
         self.accounts[account].allocate(bytes);
-        let account = account as u32;
-        self.names.insert(key(id), Known { block, account, allocated: row, state: State::Live });
+        self.account_of.push(account as u32);
+        self.lives.allocate(id, block, bytes, row);
         Ok(())
     }
 
@@ -157,31 +133,13 @@ impl Builder {
         stream: u64,
     ) -> Result<(), Fault> {
         let stream = self.stream(stream)?;
-        let known = self.names.get_mut(&key(id)).ok_or(Fault::Unknown { id, done: "freed" })?;
-        match known.state {
-            State::Live => {}
-            State::Freed { row, .. } | State::Done { row } => {
-                return Err(Fault::TwiceFreed { id, first: row });
-            }
-        }
-        let block = &mut self.blocks[known.block as usize];
-        if block.bytes != bytes {
-            return Err(Fault::SizeChanged {
-                id,
-                allocated: (block.bytes, known.allocated),
-                now: bytes,
-            });
-        }
+        let number = self.lives.free(id, bytes, row)?;
+        let block = &mut self.blocks[number as usize];
         // Another stream may use the block until its completion is seen.
         block.lingers = true;
         block.freed_on = Some(stream);
-        known.state = State::Freed { row, step: self.steps.len() };
-        self.steps.push(TraceStep {
-            action: TraceAction::Free,
-            block: known.block,
-            row: short(row),
-        });
-        self.accounts[known.account as usize].free(bytes);
+        self.steps.push(TraceStep { action: TraceAction::Free, block: number, row: short(row) });
+        self.accounts[self.account_of[number as usize] as usize].free(bytes);
         debug_assert!(self.live >= bytes, "the block is counted as live");
         self.live -= bytes;
         self.frees += 1;
@@ -196,33 +154,18 @@ impl Builder {
         bytes: u64,
         stream: u64,
     ) -> Result<(), Fault> {
-        let here = short(row);
         self.stream(stream)?;
-        let known = self.names.get_mut(&key(id)).ok_or(Fault::Unknown { id, done: "completed" })?;
-        let (row, step) = match known.state {
-            State::Live => return Err(Fault::CompleteBeforeFree { id }),
-            State::Freed { row, step } => (row, step),
-            State::Done { .. } => return Err(Fault::TwiceCompleted { id }),
-        };
-        let block = &mut self.blocks[known.block as usize];
-        if block.bytes != bytes {
-            return Err(Fault::SizeChanged {
-                id,
-                allocated: (block.bytes, known.allocated),
-                now: bytes,
-            });
-        }
-        debug_assert!(step < self.steps.len() && block.lingers, "it was freed before");
-        known.state = State::Done { row };
-        if step + 1 == self.steps.len() {
+        let block = self.lives.complete(id, bytes)?;
+        debug_assert!(self.blocks[block as usize].lingers, "it was freed before");
+        match self.steps.last() {
             // The completion directly follows the free: no other stream used it.
-            block.lingers = false;
-        } else {
-            self.steps.push(TraceStep {
-                action: TraceAction::Complete,
-                block: known.block,
-                row: here,
-            });
+            Some(last) if last.block == block && last.action == TraceAction::Free => {
+                self.blocks[block as usize].lingers = false;
+            }
+            _ => {
+                let row = short(row);
+                self.steps.push(TraceStep { action: TraceAction::Complete, block, row });
+            }
         }
         Ok(())
     }
@@ -287,18 +230,6 @@ impl TraceAccount {
         debug_assert!(self.blocks > 0 && self.bytes >= bytes && self.peak >= self.bytes);
         self.blocks -= 1;
         self.bytes -= bytes;
-    }
-}
-
-/// Converts a row number for a step. Saturates.
-fn short(row: u64) -> u32 {
-    u32::try_from(row).unwrap_or(u32::MAX)
-}
-
-/// Ids and pointers never occur in the same trace.
-fn key(id: Name) -> u64 {
-    match id {
-        Name::Id(id) | Name::Pointer(id) => id,
     }
 }
 

@@ -330,7 +330,20 @@ impl Member {
         if outcome == Outcome::Granted {
             *claimed = next;
         }
+        self.check(*claimed);
         (outcome, *claimed)
+    }
+
+    /// Checks the member's own sum of claims, whatever its slot says.
+    fn check(&self, claimed: u64) {
+        debug_assert!(
+            claimed <= self.limit,
+            "{claimed} bytes claimed, {} are the limit",
+            self.limit
+        );
+        debug_assert!(claimed <= self.capacity, "{claimed} bytes claimed of {}", self.capacity);
+        debug_assert!(self.share.guarantee <= self.limit, "a guarantee above the limit");
+        debug_assert!(self.slot < SLOTS, "a member without a slot");
     }
 
     fn refusal(&self, requested: u64, claimed: u64, others: Others) -> ClaimRefused {

@@ -139,6 +139,7 @@ impl<W: LedgerWord> Table<'_, W> {
 
     /// Raises the number of slots that may be in use, here and in the header.
     pub(crate) fn raise_used(&self, used: usize) {
+        debug_assert!(used <= SLOTS, "more slots in use than a file has");
         let used = self.seen.fetch_max(used, Relaxed).max(used);
         self.header[header::SLOTS_USED].raise(used as u64);
     }
@@ -186,6 +187,7 @@ pub(crate) struct Rank {
 impl Rank {
     pub(crate) fn new(within_guarantee: bool, priority: i32, ticket: u64) -> Self {
         let above_lowest = (i64::from(priority) - i64::from(i32::MIN)) as u64;
+        debug_assert!(above_lowest >> 32 == 0, "a priority would pass for a guarantee");
         Self { word: u64::from(within_guarantee) << 32 | above_lowest, ticket }
     }
 
@@ -264,7 +266,12 @@ impl Terms<'_> {
 /// `claimed`.
 pub(crate) fn held(pending: u64, claimed: u64) -> (u64, u64) {
     let at_most = claimed.max(pending & !GRANTED);
-    (if pending & GRANTED == 0 { claimed } else { at_most }, at_most)
+    let held = if pending & GRANTED == 0 { claimed } else { at_most };
+    debug_assert!(
+        claimed <= held && held <= at_most,
+        "a slot is seen with fewer bytes than it has"
+    );
+    (held, at_most)
 }
 
 /// Sums what the other members hold.
@@ -295,6 +302,7 @@ pub(crate) fn others<W: LedgerWord>(
             sum.kept = sum.kept.saturating_add(wish.bytes);
         }
     }
+    debug_assert!(sum.held <= sum.at_most, "pending claims take bytes away");
     sum
 }
 
@@ -320,6 +328,8 @@ pub(crate) fn claim<W: LedgerWord>(
     now: impl Fn() -> u64,
 ) -> Outcome {
     let own = table.slot(terms.own);
+    debug_assert_eq!(own.len(), table.stride, "the own slot is outside of the file");
+    debug_assert!(claimed <= MOST_CLAIMED, "a sum of claims has the flag of a grant");
     let next = claimed.checked_add(bytes).filter(|next| *next <= MOST_CLAIMED);
     let Some(next) = next else { return Outcome::Refused(others(table, terms, now)) };
     // Release: a thread that reads these bytes also reads the claims granted before.
@@ -330,6 +340,7 @@ pub(crate) fn claim<W: LedgerWord>(
     let capacity = terms.capacity.saturating_sub(unaccounted);
     let fits = |held: u64| held.saturating_add(sum.kept).saturating_add(next) <= capacity;
     let outcome = if fits(sum.at_most) && own[slot::PENDING].exchange(next, next | GRANTED) {
+        debug_assert!(next <= terms.capacity, "invariant 1: a claim above the capacity");
         own[slot::CLAIMED].store(next, Release);
         Outcome::Granted
     } else if fits(sum.held) {

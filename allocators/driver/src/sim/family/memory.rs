@@ -71,7 +71,7 @@ unsafe impl Memory for Machine {
         if state.oracle {
             let action = state.new_host_action(ActionKind::Free, "free", site);
             let mut findings = std::mem::take(&mut state.findings);
-            let host = &state.hosts[state.agent_index()].clock;
+            let host = &state.host.clock;
             state.space.report_in_flight(
                 address,
                 size,

@@ -120,9 +120,8 @@ unsafe impl Physical for Machine {
         state.handle(handle).map_err(error_of(call))?;
         state = self.wait_until_idle(state);
         let mut findings = std::mem::take(&mut state.findings);
-        let agent = state.agent_index();
         let state = &mut *state;
-        let host = &state.hosts[agent].clock;
+        let host = &state.host.clock;
         let mapped = state.space.map(address, bytes, handle.handle(), host, &mut findings);
         if state.oracle && mapped.is_ok() {
             state.registrations.check(address, bytes, &mut findings);
@@ -148,9 +147,8 @@ unsafe impl Physical for Machine {
         }
         let action = state.current_host_action(ActionKind::Free, "unmap", site);
         let mut findings = std::mem::take(&mut state.findings);
-        let agent = state.agent_index();
         let state = &mut *state;
-        let host = &state.hosts[agent].clock;
+        let host = &state.host.clock;
         if state.oracle {
             state.space.report_in_flight(
                 address,
