@@ -1,7 +1,6 @@
 //! The slow allocation path: the steps, in order, when a stream's own cache has no room.
 //!
 //! After each step the request is tried again, and the cheapest steps come first. Steps 5 to 7 may
-//! After each step the request is tried again, and the cheapest steps come first. Steps 5 to 7 may
 //! block, and so may the wait for transfers of other threads. No lock is held over any step:
 //!
 //! 1. release this stream's own freed blocks that other streams have finished with;
