@@ -88,10 +88,7 @@
 //!
 //! Before step 3, the free memory of streams that have no lease moves to the shared free list,
 //! where the warm reserve lies too. A ready range of this list is tried next, except with
-//! [`Adoption::Never`], for blocks from 16 MiB on, for those above 64 KiB while half of the budget
-//! is left, and for all while free memory is shared. If less is left, and memory is not shared,
-//! whole slots of it serve blocks of any size until half of the budget is live. Other blocks find
-//! the list in the later searches, which all see it.
+//! [`Adoption::Never`]. The later searches all see the list.
 //!
 //! "New memory" is what is missing at the best place: a block goes to where the fewest handles are
 //! missing, among free ranges and unused addresses. So warmed memory is used before a handle is
@@ -99,9 +96,8 @@
 //!
 //! A pool holds at most its [slack](PoolConfig::slack) more than the peak of its live bytes. Where
 //! this bound leaves less than the budget, it counts as the budget in all rules of this section,
-//! and held memory as its use. Streams share all free memory once more than half of it is held.
-//! `allocators/device/src/sharing_policy.rs` lists, in their order, the steps by which a stream
-//! without room finds memory.
+//! and held memory as its use. The head of `allocators/device/src/sharing_policy.rs` says which
+//! memory a block gets that fits nowhere in its stream's cache.
 //!
 //! A handle has 2 to 64 MiB: a 64th of what is held or a 1024th of what the pool could still take,
 //! the lesser of the two, or if it is more, a 16th of the block, or of the mean live block if that

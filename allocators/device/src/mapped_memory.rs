@@ -353,12 +353,6 @@ impl MappedMemory {
         Grid { base: self.base, slot: self.slot }
     }
 
-    /// Returns the whole slots inside a range.
-    fn whole_range(&self, range: Range) -> Range {
-        let (first, count) = self.whole_slots(range);
-        self.range(first, count)
-    }
-
     /// Returns the slots that a range touches.
     fn slots_around(&self, range: Range) -> Range {
         let first = (range.start - self.base) / self.slot;

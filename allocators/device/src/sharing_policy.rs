@@ -1,26 +1,25 @@
 //! The policy that decides how much memory a pool holds, and whether its streams share free memory.
 //!
-//! **One bound.** A pool holds at most the peak of its live bytes and its
-//! [slack](crate::PoolConfig::slack), by default 17 % of the peak, or the limit of its budget if
-//! that is less. The slack is at least 64 MiB unless it is set below 17 %. Each stream keeps a
-//! cache of its own, and streams share all free memory once more than half of the bound is held. A
-//! stream without room takes the first of these that serves its block:
+//! **One bound.** A pool holds at most the peak of its live bytes, the new block included, and its
+//! [slack](crate::PoolConfig::slack), by default 17 % of the peak and at least 64 MiB, or the limit
+//! of its budget if that is less. A block that does not fit in what its own stream has freed gets
+//! the first of these:
 //!
-//! 1. below half of the bound: new memory, unless the block is large and much is idle;
-//! 2. free memory of any stream whose work is done, then new memory up to the bound;
-//! 3. memory that is still in use, which it waits for on the device;
-//! 4. idle handles, which move to where the block needs them;
-//! 5. new memory above the bound, up to the limit: live blocks pin the rest.
+//! 1. new memory, while less than half of the bound is held;
+//! 2. what any stream has freed and the device has done with, and new memory up to the bound;
+//! 3. what the device still works on: the stream waits for that work on the device;
+//! 4. handles from under free memory, which move to the block, and new memory up to the bound;
+//! 5. the same, and new memory beyond the bound: live blocks pin the other handles.
 //!
-//! Where threads meet on the slow path, the bound rises by two of their blocks, so that they soon
-//! have what they need in caches of their own.
+//! Once half of the bound is held, streams allocate larger blocks from one list of all that is
+//! free. Where two threads take these steps at once, the bound rises by two of their blocks.
 
 pub(crate) mod steps;
 
 use crate::base::policy_params::{fraction, policy};
 use aquifer_core::Budget;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use steps::{COMPACT_FIRST, GROW_FIRST, REUSE_FIRST, SHARED_ONLY, Step};
+use steps::{AT_BOUND, Step, WITHIN_BOUND};
 
 /// The default of [`PoolConfig::slack`](crate::PoolConfig::slack), in per cent.
 pub(crate) const DEFAULT_SLACK: u32 = 17;
@@ -48,14 +47,8 @@ pub(crate) struct SharingPolicy {
     met: AtomicU64,
     /// Half of the bound is left.
     spacious: AtomicBool,
-    /// At most a third of the held memory is idle.
-    ample: AtomicBool,
-    /// Nearly all of the bound is in use: see [`policy`].
-    tight: AtomicBool,
     /// More than half of the budget is live.
     crowded: AtomicBool,
-    /// There is more than one stream.
-    several_streams: AtomicBool,
     /// Bytes in use at the last decision.
     live: AtomicU64,
     /// The most bytes in use at any decision or right after it.
@@ -103,58 +96,29 @@ impl SharingPolicy {
     }
 
     /// Returns whether a block of `bytes` searches the shared free list before anything is polled.
-    /// A large block is worth the poll, and so is any block of a pool whose slack is set below the
-    /// default.
+    /// In a pool whose slack is set below the default, every block is worth the poll.
     pub(crate) fn searches_shared_first(&self, bytes: u64) -> bool {
-        self.prefers_shared(bytes) && bytes < policy().large_block && !self.has_small_slack()
+        self.prefers_shared(bytes) && !self.has_small_slack()
     }
 
     /// Counts a thread on the slow path, for a block of `bytes`, until the value is dropped. Raises
     /// the bound where another thread is there.
     pub(crate) fn enter_slow_path(&self, bytes: u64) -> OnSlowPath<'_> {
         if self.threads.fetch_add(1, Ordering::Relaxed) > 0 {
-            self.met.fetch_add(2 * bytes.min(policy().large_block), Ordering::Relaxed);
+            self.met.fetch_add((2 * bytes).min(policy().least_slack), Ordering::Relaxed);
         }
         OnSlowPath(self)
-    }
-
-    /// Returns whether the shared free list serves a block of `bytes` that does not fit in its
-    /// stream's cache, and if so, whether in whole slots. `None` if a search of all memory comes
-    /// first.
-    pub(crate) fn shared_in_whole_slots(&self, bytes: u64) -> Option<bool> {
-        if !self.sharing {
-            return None;
-        }
-        if self.shares_all() || bytes >= policy().large_block {
-            return Some(false);
-        }
-        if self.spacious.load(Ordering::Relaxed) {
-            // A small block takes new memory.
-            return (bytes > policy().own_cache_max).then_some(false);
-        }
-        // While caches still hold free memory, a single unit would needlessly pin a slot.
-        (!self.crowded.load(Ordering::Relaxed)).then_some(true)
-    }
-
-    /// Returns whether, among otherwise equal places, a block takes the one that pins the fewest
-    /// handles which are wholly free now. Otherwise it takes the lowest, so that free memory
-    /// gathers at the other end.
-    pub(crate) fn pins_fewest(&self) -> bool {
-        self.tight.load(Ordering::Relaxed)
     }
 
     /// Returns the steps, in order, of a stream that has no room for `bytes`.
     pub(crate) fn steps(&self, bytes: u64) -> &'static [Step] {
         if self.room_of_exceeded_bound(bytes).is_some() {
-            return COMPACT_FIRST;
+            AT_BOUND
+        } else if self.spacious.load(Ordering::Relaxed) {
+            WITHIN_BOUND
+        } else {
+            &WITHIN_BOUND[1..]
         }
-        if self.shares_all() {
-            return SHARED_ONLY;
-        }
-        let grows = self.spacious.load(Ordering::Relaxed)
-            && !self.grows_whole_blocks(bytes)
-            && (self.ample.load(Ordering::Relaxed) || bytes < policy().large_block);
-        if grows { GROW_FIRST } else { REUSE_FIRST }
     }
 
     /// Returns the bytes of new memory that a block of `bytes` may take before idle handles move
@@ -193,17 +157,6 @@ impl SharingPolicy {
         self.live.load(Ordering::Relaxed).saturating_add(bytes)
     }
 
-    /// Returns whether as much has been in use before as with a block of `bytes` more, and the
-    /// block is large enough for that to matter. The held memory was enough then. So the block
-    /// searches other streams' memory first, and if it finds no room there, memory is fragmented.
-    /// Its new memory then has its full size, whatever is free next to it, which leaves a hole that
-    /// can be reused.
-    pub(crate) fn grows_whole_blocks(&self, bytes: u64) -> bool {
-        bytes >= policy().large_block
-            && self.several_streams.load(Ordering::Relaxed)
-            && self.live_with(bytes) <= self.peak_live.load(Ordering::Relaxed)
-    }
-
     /// Records that a block of `bytes` has been allocated since the last decision.
     pub(crate) fn record_served(&self, bytes: u64) {
         self.peak_live.fetch_max(self.live_with(bytes), Ordering::Relaxed);
@@ -230,17 +183,12 @@ impl SharingPolicy {
             .filter(|stream| held(stream) > used / policy().holder_part.max(2 * some));
         let spacious = used <= limit / 2;
         let all_shared = self.sharing && !spacious && holders.count() > 1;
-        let ample = free <= fraction(live, policy().ample_idle, 16);
-        let tight = limit.saturating_sub(used) + free < limit / policy().tight_part;
         self.held.store(all_held, Ordering::Relaxed);
         self.live.store(live, Ordering::Relaxed);
         let flags = [
             (&self.all_shared, all_shared),
             (&self.spacious, spacious),
-            (&self.ample, ample),
-            (&self.tight, tight),
             (&self.crowded, live > budget.limit() / 2),
-            (&self.several_streams, streams.len() > 1),
         ];
         // Written only on change: the flags are read far more often, and the cache line stays
         // shared.
@@ -258,7 +206,6 @@ mod tests {
     use crate::base::policy_params::POLICY;
 
     const MIB: u64 = 1 << 20;
-    const LARGE: u64 = POLICY.large_block;
     const LARGEST: u32 = 10_000;
 
     fn footprint(live: u64, free: u64) -> CacheFootprint {
@@ -316,35 +263,16 @@ mod tests {
     }
 
     #[test]
-    fn pool_grows_first_while_half_of_the_budget_is_left_and_little_is_idle() {
+    fn a_stream_grows_before_it_searches_others_while_half_of_the_limit_is_left() {
         let (policy, budget) = (unbounded(), Budget::new("a test", 800));
-        let step = |live: u64, free: u64| {
+        let steps = |live: u64, free: u64| {
             let charge = budget.charge(live + free);
             policy.update(&budget, &[footprint(live, 0)], free);
             drop(charge);
-            policy.steps(LARGE) == GROW_FIRST
+            policy.steps(MIB)
         };
-        assert_eq!(
-            [(200, 100), (200, 101), (300, 101)].map(|(live, free)| step(live, free)),
-            [true, false, false]
-        );
-    }
-
-    #[test]
-    fn memory_is_tight_when_nearly_all_of_the_budget_is_in_use_but_not_when_it_is_idle() {
-        let (policy, budget) = (unbounded(), Budget::new("a test", 3200 * MIB));
-        let step = |live: u64, free: u64| {
-            let (live, free) = (live * MIB, free * MIB);
-            let charge = budget.charge(live + free);
-            policy.update(&budget, &[footprint(live, 0)], free);
-            drop(charge);
-            policy.pins_fewest()
-        };
-        let part = 3200 / POLICY.tight_part;
-        assert!(!step(3200 - part, 0));
-        assert!(step(3201 - part, 0));
-        assert!(step(3201 - part, part - 1));
-        assert!(!step(3200 - part, part));
+        assert_eq!(steps(200, 200), WITHIN_BOUND);
+        assert_eq!(steps(200, 201), &WITHIN_BOUND[1..]);
     }
 
     #[test]
@@ -356,7 +284,7 @@ mod tests {
             let step = |live: u64, free: u64, bytes: u64, streams: u64| {
                 let each = footprint(live / streams, 0);
                 policy.update(&budget, &vec![each; streams as usize], free);
-                policy.steps(bytes) == COMPACT_FIRST
+                policy.steps(bytes) == AT_BOUND
             };
             let below = high - 2 * MIB;
             for streams in [1, 2] {
@@ -376,14 +304,14 @@ mod tests {
     fn the_bound_rises_by_two_blocks_where_threads_meet() {
         for (slack, rises) in [(DEFAULT_SLACK, true), (DEFAULT_SLACK - 1, false)] {
             let policy = SharingPolicy::new(true, slack);
-            let before = policy.bound(LARGE);
+            let before = policy.bound(MIB);
             drop(policy.enter_slow_path(MIB));
-            assert_eq!(policy.bound(LARGE), before, "no other thread was there");
+            assert_eq!(policy.bound(MIB), before, "no other thread was there");
             let _other = policy.enter_slow_path(MIB);
             drop(policy.enter_slow_path(MIB));
-            drop(policy.enter_slow_path(100 * LARGE));
-            let risen = if rises { 2 * (MIB + LARGE) } else { 0 };
-            assert_eq!(policy.bound(LARGE), before.map(|before| before + risen));
+            drop(policy.enter_slow_path(1 << 40));
+            let risen = if rises { 2 * MIB + POLICY.least_slack } else { 0 };
+            assert_eq!(policy.bound(MIB), before.map(|before| before + risen));
         }
     }
 
@@ -429,24 +357,5 @@ mod tests {
         for slack in [0, 6, DEFAULT_SLACK, LARGEST] {
             assert_eq!(bound(true, slack, u64::MAX), Some(u64::MAX));
         }
-    }
-
-    #[test]
-    fn large_blocks_reuse_idle_memory_below_the_peak() {
-        let (policy, budget) = (unbounded(), Budget::new("a test", 1 << 40));
-        let step = |live: u64, free: u64, bytes: u64| {
-            policy.update(&budget, &[footprint(live / 2, 0); 2], free);
-            policy.steps(bytes)
-        };
-        let high = 100 * LARGE;
-        assert_eq!(step(high, 0, LARGE), GROW_FIRST);
-        // The block would be new use, or not.
-        assert_eq!(step(high, high / 2, LARGE), GROW_FIRST);
-        assert_eq!(step(high - LARGE, high / 2, LARGE - 1), GROW_FIRST);
-        for idle in [high / 8, high] {
-            assert_eq!(step(high - LARGE, idle, LARGE), REUSE_FIRST, "{idle} idle");
-            assert_eq!(step(high - LARGE, idle, LARGE - 1), GROW_FIRST);
-        }
-        assert!(policy.grows_whole_blocks(LARGE) && !policy.grows_whole_blocks(LARGE + 1));
     }
 }

@@ -247,7 +247,7 @@ impl PoolCore {
         // What this stream itself has freed is often enough, and no other is disturbed then.
         if sharing
             && self.sharing_policy.searches_shared_first(request.size())
-            && let Some(block) = self.allocate_shared(cache, &own, request, false, progress)
+            && let Some(block) = self.allocate_shared(cache, &own, request, progress)
         {
             return Ok(Some(block));
         }
@@ -266,9 +266,7 @@ impl PoolCore {
         if !shares_all && let Some(block) = self.retry_cache(cache, request, collected) {
             return Ok(Some(block));
         }
-        if let Some(whole_slots) = self.sharing_policy.shared_in_whole_slots(request.size())
-            && let Some(block) = self.allocate_shared(cache, donors, request, whole_slots, progress)
-        {
+        if sharing && let Some(block) = self.allocate_shared(cache, donors, request, progress) {
             return Ok(Some(block));
         }
         // An isolated stream never waits for another, nor does one that captures. Evaluated lazily,
@@ -362,15 +360,13 @@ impl PoolCore {
         cache: &'static StreamCache,
         donors: &[&'static StreamCache],
         request: &Request,
-        whole_slots: bool,
         progress: &mut Progress<'_>,
     ) -> Option<Block> {
         if self.sharing_policy.prefers_shared(request.size()) {
             self.memory.share_free(donors, self.sharing_policy.min_shared_extent());
             progress.own_moves += 1;
         }
-        let pins_fewest = self.sharing_policy.pins_fewest();
-        let place = self.memory.allocate_shared(cache, request, whole_slots, pins_fewest)?;
+        let place = self.memory.allocate_shared(cache, request)?;
         count(&self.counters.adoptions, 1);
         Some(self.make_block(cache, &BlockToken::new(cache, &place, request), self.ticket()))
     }
@@ -393,10 +389,6 @@ impl PoolCore {
         options: PlaceOptions,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
-        let mut options = options;
-        options.apart |= options.grow
-            && !options.move_handles
-            && self.sharing_policy.grows_whole_blocks(request.size());
         let max_growth = if options.bounded {
             self.sharing_policy.growth_before_moves(request.size())
         } else {
@@ -408,8 +400,7 @@ impl PoolCore {
         }
         let supply = Supply { donors, options, reserved: progress.reserved, max_growth };
         let mut outcome = PlaceOutcome::default();
-        let pins_fewest = self.sharing_policy.pins_fewest();
-        let place = self.memory.place(cache, request, &supply, pins_fewest, &mut outcome)?;
+        let place = self.memory.place(cache, request, &supply, &mut outcome)?;
         let (step, gave) = match options {
             PlaceOptions { may_wait: true, .. } => ("take over what is in use", outcome.adopted),
             PlaceOptions { move_handles: true, .. } => ("move what is done", outcome.adopted),

@@ -8,7 +8,6 @@
 //! Each range stores its dependencies: the streams that used it last, and up to which epochs. A
 //! merged range has the dependencies of both parts.
 
-use super::window::Grid;
 use crate::base::pending::{StreamDeps, merge_deps};
 use aquifer_heap::Range;
 
@@ -204,21 +203,14 @@ impl SharedFreeList {
         })
     }
 
-    /// Returns the lowest place for a block among the ranges that are `ready`, or with a grid the
-    /// place that pins the fewest of its wholly free slots.
+    /// Returns the lowest place for a block among the ranges that are `ready`.
     pub(crate) fn find(
         &self,
         bytes: u64,
         align: u64,
-        pins_fewest: Option<Grid>,
         ready: impl Fn(&StreamDeps) -> bool,
     ) -> Option<Range> {
-        let mut places = self.places(bytes, align, ready);
-        let (_, range) = match pins_fewest {
-            None => places.next(),
-            Some(grid) => places.min_by_key(|(span, range)| grid.pins(*span, *range)),
-        }?;
-        Some(range)
+        self.places(bytes, align, ready).next().map(|(_, place)| place)
     }
 
     /// Returns the lowest range that is `ready` and that a block fills wholly, or else the lowest
@@ -287,8 +279,6 @@ mod tests {
     use smallvec::smallvec;
     use std::{collections::BTreeMap, sync::Arc};
 
-    const GRID: Grid = Grid { base: 0, slot: 100 };
-
     fn streams(count: usize) -> Vec<Stream> {
         let pool = StreamPool::new(Sim::h200(1).stepped().driver(), DeviceId(0), 8);
         (0..count).filter_map(|_| pool.lease().ok()).collect()
@@ -350,24 +340,9 @@ mod tests {
             shared_free.add(Range { start, len }, deps(&all[stream]));
         }
         let ready = |deps: &StreamDeps| deps.iter().all(|(t, _)| Arc::ptr_eq(t, all[0].timeline()));
-        assert_eq!(shared_free.find(64, 64, None, ready), Some(Range { start: 384, len: 64 }));
-        assert_eq!(shared_free.find(64, 64, None, |_| true), Some(Range { start: 64, len: 64 }));
-        assert_eq!(shared_free.find(67, 1, None, ready), None);
-    }
-
-    #[test]
-    fn find_prefers_the_range_that_pins_the_fewest_free_handles() {
-        let mut shared_free = SharedFreeList::default();
-        // Two whole slots, one of which a block of 60 would pin; the end of one and the start of
-        // another; the same again.
-        for (start, len) in [(100, 200), (440, 80), (640, 80)] {
-            shared_free.add(Range { start, len }, StreamDeps::new());
-        }
-        let place =
-            |bytes, grid| shared_free.find(bytes, 1, grid, |_| true).map(|range| range.start);
-        assert_eq!((place(60, None), place(60, Some(GRID))), (Some(100), Some(440)));
-        // A block that fits in no part of a slot pins what it must.
-        assert_eq!(place(90, Some(GRID)), Some(100));
+        assert_eq!(shared_free.find(64, 64, ready), Some(Range { start: 384, len: 64 }));
+        assert_eq!(shared_free.find(64, 64, |_| true), Some(Range { start: 64, len: 64 }));
+        assert_eq!(shared_free.find(67, 1, ready), None);
     }
 
     #[test]
@@ -399,7 +374,7 @@ mod tests {
             shared_free.check();
             assert_eq!(shared_free.bytes(), model.values().sum());
             for bytes in [1, 7, 10, 11] {
-                let found = shared_free.find(bytes, 1, None, |_| true).map(|range| range.start);
+                let found = shared_free.find(bytes, 1, |_| true).map(|range| range.start);
                 let lowest = model.iter().find(|&(_, len)| *len >= bytes).map(|(start, _)| *start);
                 assert_eq!(found, lowest, "{bytes}");
             }

@@ -68,21 +68,11 @@ impl Grid {
         let Self { base, slot } = self;
         (range.start - base).div_ceil(slot)..(range.end() - base) / slot
     }
-
-    /// Returns how many wholly free slots a block at `block` would pin. `free` is the free stretch
-    /// around it, which is delimited by memory in use.
-    pub(crate) fn pins(self, free: Range, block: Range) -> u64 {
-        debug_assert!(free.covers(&block), "{block:?} is not in {free:?}");
-        let Self { base, slot } = self;
-        let first = ((block.start - base) / slot).max((free.start - base).div_ceil(slot));
-        let end = (block.end() - base).div_ceil(slot).min((free.end() - base) / slot);
-        end.saturating_sub(first)
-    }
 }
 
-/// Returns the window of `bytes` at `align` that needs the fewest slots. Of several it is the one
-/// that pins the fewest wholly free slots if `pins_fewest`, and of those the lowest. `backed` are
-/// free ranges and `bare` the runs of unclaimed slots, each by address.
+/// Returns the window of `bytes` at `align` that needs the fewest slots, and of several the lowest,
+/// so that free memory gathers at the other end. `backed` are free ranges and `bare` the runs of
+/// unclaimed slots, each by address.
 pub(crate) fn best<'s>(
     bump: &'s Bump,
     backed: impl Iterator<Item = Range>,
@@ -90,7 +80,6 @@ pub(crate) fn best<'s>(
     grid: Grid,
     bytes: u64,
     align: u64,
-    pins_fewest: bool,
 ) -> Option<Window<'s>> {
     let Grid { base, slot } = grid;
     debug_assert!(bytes > 0 && align > 0, "{bytes} bytes at {align}");
@@ -107,17 +96,17 @@ pub(crate) fn best<'s>(
         while to < pieces.len() && pieces[to].start == pieces[to - 1].end {
             to += 1;
         }
-        best_in_run(&pieces[from..to], grid, bytes, align, pins_fewest, &mut before, &mut best);
+        best_in_run(&pieces[from..to], grid, bytes, align, &mut before, &mut best);
         from = to;
     }
-    let (_, _, start) = best?;
+    let (_, start) = best?;
     debug_assert!(start.is_multiple_of(align), "{start:#x} is not aligned to {align}");
     let missing = list(bump, missing(&pieces, base, slot, start, bytes));
     Some(Window { block: Range { start, len: bytes }, missing })
 }
 
-/// The order of windows: missing slots, then pinned slots where they count, then the start.
-type Rank = (u64, u64, u64);
+/// The order of windows: missing slots, then the start.
+type Rank = (u64, u64);
 
 /// Compares the windows of one run of adjacent pieces with the best so far. `bare_before` is a
 /// buffer for its prefix sums.
@@ -126,7 +115,6 @@ fn best_in_run(
     grid: Grid,
     bytes: u64,
     align: u64,
-    pins_fewest: bool,
     bare_before: &mut List<'_, u64>,
     best: &mut Option<Rank>,
 ) {
@@ -162,9 +150,7 @@ fn best_in_run(
             return;
         }
         let need = slots_below(end, true) - slots_below(start, false);
-        let free = Range { start: first.start, len: last.end - first.start };
-        let pinned = if pins_fewest { grid.pins(free, Range { start, len: bytes }) } else { 0 };
-        let key = (need, pinned, start);
+        let key = (need, start);
         if best.is_none_or(|best| key < best) {
             *best = Some(key);
         }
@@ -206,7 +192,7 @@ mod tests {
     ) -> Option<(u64, Vec<(u64, u64)>)> {
         let backed = backed.iter().map(|&(start, len)| Range { start, len });
         let bump = Bump::new();
-        best(&bump, backed, bare.iter().copied(), Grid { base: 0, slot: SLOT }, bytes, 1, false)
+        best(&bump, backed, bare.iter().copied(), Grid { base: 0, slot: SLOT }, bytes, 1)
             .map(|w| (w.block.start, w.missing.to_vec()))
     }
 
@@ -232,35 +218,6 @@ mod tests {
             Some((100, vec![(1, 1)])),
             "the lowest of those that need one"
         );
-    }
-
-    #[test]
-    fn tight_fit_breaks_ties_by_pinned_handles() {
-        // At 0 two whole slots, free and backed; at 550 and 650 parts of slots that are in use.
-        let backed = [(0, 200), (550, 110)].map(|(start, len)| Range { start, len });
-        let at = |pins_fewest| {
-            let grid = Grid { base: 0, slot: SLOT };
-            let bump = Bump::new();
-            best(&bump, backed.into_iter(), [].into_iter(), grid, 100, 1, pins_fewest)
-                .map(|window| window.block.start)
-        };
-        assert_eq!((at(false), at(true)), (Some(0), Some(550)));
-    }
-
-    #[test]
-    fn block_pins_the_slots_it_keeps_from_being_free() {
-        let grid = Grid { base: 1000, slot: SLOT };
-        let free = Range { start: 1050, len: 400 };
-        for (start, len, pins) in [
-            (1050, 50, 0),
-            (1050, 51, 1),
-            (1100, 100, 1),
-            (1199, 2, 2),
-            (1300, 150, 1),
-            (1050, 400, 3),
-        ] {
-            assert_eq!(grid.pins(free, Range { start, len }), pins, "{start}, {len}");
-        }
     }
 
     #[test]

@@ -24,11 +24,6 @@ policy_params! {
     /// Up to this size, blocks always come from the stream's own cache: fewer slow paths against
     /// tighter packing.
     own_cache_max: 64 * KIB,
-    /// From this size on, blocks reuse other streams' memory instead of new memory, if as much has
-    /// been in use before or much of it is idle. For smaller ones the search costs more than it
-    /// saves, and streams that allocate at the same time would take the same ranges from each other
-    /// forever.
-    large_block: 16 * MIB,
     /// A pool whose slack is not set below the default may always hold this much more than the
     /// peak: fewer slow paths where little memory is at stake.
     least_slack: 64 * MIB,
@@ -36,12 +31,6 @@ policy_params! {
     /// or more than half of an equal share if there are many streams: a small stream next to a
     /// large one keeps its fast path.
     holder_part: 8,
-    /// Memory is ample while at most these sixteenths of the live bytes are idle: growth against
-    /// waits for other streams.
-    ample_idle: 8,
-    /// Memory is tight when less than this part of the bound is left or free: the place that pins
-    /// the fewest handles against the lowest address.
-    tight_part: 10,
     /// The maximum size of a handle. Beyond it the cost hardly falls, and the memory that one
     /// block pins grows.
     largest_handle: 64 * MIB,

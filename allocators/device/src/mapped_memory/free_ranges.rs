@@ -40,8 +40,6 @@ pub(super) struct Reach<'a> {
     pub(super) blocks: &'a [(u64, u64)],
     /// Also what touches unclaimed slots.
     pub(super) beside_bare: bool,
-    /// Short ranges of the cache that searches, and of no other list.
-    pub(super) own_parts: bool,
 }
 
 /// Free ranges, by address. They are only read, not taken: another thread may take one first.
@@ -208,10 +206,6 @@ impl<'s> FreeRanges<'s> {
         bytes.min(self.live.saturating_add(bytes) / (self.blocks + 1))
     }
 
-    pub(super) fn cache_of(&self, free_range: &FreeRange) -> Option<&'static StreamCache> {
-        free_range.owner.map(|at| self.caches[at].0)
-    }
-
     /// Returns the ranges that overlap `range`.
     pub(super) fn touching(&self, range: Range) -> &[FreeRange] {
         let from = self.all.partition_point(|o| o.range.start + o.range.len <= range.start);
@@ -294,19 +288,15 @@ impl MappedMemory {
         beside.dedup();
         beside.retain(|at| found.touching(Range { start: *at, len: 1 }).is_empty());
         for &donor in donors {
-            if !reach.own_parts || found.is_for(donor) {
-                found.read_cache(donor, |heap, add| {
-                    let touching = beside.iter().filter_map(|&at| heap.free_extent_at(at));
-                    touching.for_each(|extent| _ = add(extent));
-                });
-            }
-        }
-        if !reach.own_parts {
-            found.read_shared(&self.shared_free, |shared, add| {
-                let touching = beside.iter().filter_map(|&at| shared.at(at));
-                touching.for_each(|(range, deps)| _ = add(range, deps));
+            found.read_cache(donor, |heap, add| {
+                let touching = beside.iter().filter_map(|&at| heap.free_extent_at(at));
+                touching.for_each(|extent| _ = add(extent));
             });
         }
+        found.read_shared(&self.shared_free, |shared, add| {
+            let touching = beside.iter().filter_map(|&at| shared.at(at));
+            touching.for_each(|(range, deps)| _ = add(range, deps));
+        });
         found.sort();
     }
 

@@ -32,9 +32,8 @@ struct Raced;
 
 impl MappedMemory {
     /// Finds room for `request` in the free ranges that `supply` has and in unclaimed slots, and
-    /// maps what is missing, as far as its options allow. Among equal places it takes the one that
-    /// pins the fewest wholly free slots if `pins_fewest`, or the lowest. The module's documentation has the
-    /// driver calls in order. Returns `None` if there is not enough: the handles that this call has
+    /// maps what is missing, as far as its options allow. The module's documentation has the driver
+    /// calls in order. Returns `None` if there is not enough: the handles that this call has
     /// unmapped or created are spare then, still charged, for the next attempt ([`stash_spare`]).
     ///
     /// # Errors
@@ -49,7 +48,6 @@ impl MappedMemory {
         cache: &'static StreamCache,
         request: &Request,
         supply: &Supply<'_>,
-        pins_fewest: bool,
         outcome: &mut PlaceOutcome,
     ) -> Result<Option<HeapBlock>> {
         let options = supply.options;
@@ -66,14 +64,13 @@ impl MappedMemory {
                 least: self.slot,
                 blocks: if request.size() <= HEAP.small_max { &blocks } else { &blocks[1..] },
                 beside_bare: options.grow || options.move_handles,
-                own_parts: options.whole_slots,
             }
         };
         // A failed race is retried: another thread has made progress, so this terminates.
         let mut claim = loop {
             let free_ranges =
                 self.free_ranges(&pass, supply.donors, Some(cache), options.may_wait, reach);
-            match self.claim(cache, &free_ranges, request, options, pins_fewest, outcome) {
+            match self.claim(cache, &free_ranges, request, options, outcome) {
                 Ok(Some(claim)) => break claim,
                 Ok(None) => return Ok(None),
                 Err(Raced) => std::thread::yield_now(),
@@ -109,34 +106,29 @@ impl MappedMemory {
         }
     }
 
-    /// Allocates a block from the shared free list, at the place that is ready for its stream and
-    /// pins the fewest wholly free slots if `pins_fewest`, or at the lowest. In whole slots, the
-    /// cache gets what the block leaves of them. Makes no driver call.
+    /// Allocates a block from the shared free list, at the lowest place that is ready for its
+    /// stream. Makes no driver call.
     pub(crate) fn allocate_shared(
         &self,
         cache: &'static StreamCache,
         request: &Request,
-        whole_slots: bool,
-        pins_fewest: bool,
     ) -> Option<HeapBlock> {
         let bytes = request.size().checked_next_multiple_of(HEAP.unit)?;
         let small = bytes <= HEAP.small_max;
-        let (len, align) = if whole_slots {
-            (bytes.checked_next_multiple_of(self.slot)?, request.alignment().max(self.slot))
-        } else {
-            (if small { HEAP.page } else { bytes }, request.alignment())
-        };
+        // As in `claim`: the heap gets room for many small blocks, if there is any.
+        let lengths = if small { &[self.slot, HEAP.page][..] } else { &[bytes] };
         let own = cache.timeline();
         let (range, deps) = {
             let mut shared_free = self.shared_free();
-            let range = shared_free.find(len, align, pins_fewest.then(|| self.grid()), |deps| {
-                is_done_except(deps, Some(&own))
+            let range = lengths.iter().find_map(|&len| {
+                let align = if small { len } else { 1 }.max(request.alignment());
+                shared_free.find(len, align, |deps| is_done_except(deps, Some(&own)))
             })?;
             (range, shared_free.take(range)?)
         };
         // Dependencies that are not done belong to the stream itself.
         let stamp = deps.iter().map(|(_, epoch)| *epoch).max().unwrap_or(0).min(own.open());
-        debug_assert!(range.len >= bytes && range.start.is_multiple_of(align), "{range:?}");
+        debug_assert!(range.len >= bytes, "{range:?}");
         cache.with(|s| {
             s.add(range, stamp);
             let block = Range { len: bytes, ..range };
@@ -204,7 +196,6 @@ impl MappedMemory {
         free_ranges: &FreeRanges<'a>,
         request: &Request,
         options: PlaceOptions,
-        pins_fewest: bool,
         outcome: &mut PlaceOutcome,
     ) -> Result<Option<Claim<'a>>, Raced> {
         let bump = free_ranges.bump();
@@ -218,27 +209,20 @@ impl MappedMemory {
             0
         };
         let mut claim = None;
-        // Small blocks come from slabs of the heap. A whole slot gives the heap room for many
-        // blocks, a unit for one.
-        let several = if options.whole_slots { self.slot } else { HEAP.page };
-        let sizes = [(several, several.max(request.alignment())), (exact, request.alignment())];
-        for &(bytes, align) in if small { &sizes[..] } else { &sizes[1..] } {
-            let ranges = free_ranges.all.iter().filter_map(|free_range| {
-                let own =
-                    free_ranges.cache_of(free_range).is_some_and(|from| std::ptr::eq(from, cache));
-                let range = if own || !options.whole_slots {
-                    free_range.range
-                } else {
-                    self.whole_range(free_range.range)
-                };
-                (range.len > 0).then_some(range)
-            });
+        // Small blocks come from pages of the heap. A whole free slot gives it room for many.
+        let sizes = [(self.slot, self.slot), (HEAP.page, HEAP.page), (exact, 1)];
+        for &(bytes, align) in if small { &sizes[..] } else { &sizes[2..] } {
+            let align = align.max(request.alignment());
+            let ranges = free_ranges.all.iter().map(|free_range| free_range.range);
             let mut slots = self.slots();
             let backs = options.grow || options.move_handles;
             let bare = slots.free_runs().filter(|_| backs);
             let around = bytes.saturating_add(overhang * self.slot);
-            let window = window::best(bump, ranges, bare, self.grid(), around, align, pins_fewest);
+            let window = window::best(bump, ranges, bare, self.grid(), around, align);
             let Some(mut window) = window else { continue };
+            if small && bytes == self.slot && !window.missing.is_empty() {
+                continue;
+            }
             window.block.len = bytes;
             let guard = self.begin_move();
             outcome.own_moves += 1;
@@ -254,16 +238,9 @@ impl MappedMemory {
         }
         let Some(mut claim) = claim else { return Ok(None) };
         let block = claim.window.block;
-        let (around, taker) = (self.slots_around(block), cache.timeline());
-        for free_range in free_ranges.touching(around) {
-            let own =
-                free_ranges.cache_of(free_range).is_some_and(|from| std::ptr::eq(from, cache));
-            let (range, within) = if options.whole_slots && !own {
-                (self.whole_range(free_range.range), around)
-            } else {
-                (free_range.range, block)
-            };
-            let Some(range) = intersection(range, within) else { continue };
+        let taker = cache.timeline();
+        for free_range in free_ranges.touching(block) {
+            let Some(range) = intersection(free_range.range, block) else { continue };
             // Another thread may have taken or used it in the meantime.
             let piece = self.take_piece(free_ranges, free_range, range);
             let ready = |piece: &RangePiece| options.may_wait || piece.is_done_except(Some(&taker));
@@ -319,7 +296,6 @@ impl MappedMemory {
                 self.grid(),
                 need,
                 self.slot,
-                false,
             );
             let window =
                 window.ok_or(MemoryError::TooLarge { requested: bytes, limit: self.bytes })?;

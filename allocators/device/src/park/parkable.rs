@@ -169,7 +169,7 @@ impl ParkablePool {
     ) -> Result<Option<(Range, StreamDeps)>> {
         let mut state = self.state();
         state.check_resident(self.tag)?;
-        let range = state.ranges.free.find(bytes, request.alignment(), None, ready);
+        let range = state.ranges.free.find(bytes, request.alignment(), ready);
         Ok(range.and_then(|range| Some((range, state.ranges.free.take(range)?))))
     }
 

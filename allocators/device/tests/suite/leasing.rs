@@ -197,29 +197,25 @@ fn a_pool_moves_memory_in_use_before_it_exceeds_its_bound() {
 }
 
 #[test]
-fn while_memory_is_ample_a_stream_takes_over_only_large_blocks() {
-    // Taking a small block is not worth the cost for the other stream.
-    for (mib, count, freed, more, taken_over) in [
-        (16, 3, 1, 4, false),
-        (16, 3, 1, 0, true),
-        (16, 3, 2, 0, true),
-        (8, 4, 1, 4, false),
-        (8, 4, 1, 0, false),
-        (4, 4, 1, 0, false),
-        (4, 4, 2, 0, false),
+fn a_stream_takes_over_free_memory_once_half_of_the_limit_is_held() {
+    for (limit, mib, count, freed, taken_over) in [
+        (1024, 16, 3, 1, false),
+        (1024, 16, 3, 2, false),
+        (1024, 4, 4, 2, false),
+        (64, 16, 3, 1, true),
+        (16, 4, 3, 1, true),
     ] {
-        let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
+        let rig = Rig::on(Sim::h200(1).symbolic(), limit, |_| ());
         let (s, u) = (rig.stream(), rig.stream());
         // The blocks are not adjacent, and their work is done.
         let mut blocks: Vec<_> = (0..count).map(|_| take(&rig, &s, mib)).collect();
         let free: Vec<_> = blocks.drain(..freed).map(|block| block.address()).collect();
-        let _more = (more > 0).then(|| take(&rig, &u, more));
         let held = rig.budget.used();
         let block = take(&rig, &u, mib);
         assert_eq!(
             free.contains(&block.address()),
             taken_over,
-            "{mib} MiB, {freed} of {count} are free, {more} more"
+            "{mib} of {limit} MiB, {freed} of {count} are free"
         );
         assert_eq!(rig.pool.stats().adoptions > 0, taken_over);
         assert_eq!(rig.budget.used(), if taken_over { held } else { held + mib * MIB });
@@ -339,7 +335,7 @@ fn memory_freed_by_an_isolated_stream_is_reused_only_when_done() {
 
 #[test]
 fn memory_that_streams_share_is_complete() {
-    let (rig, s, u, [kept, others], _) = half_free(64);
+    let (rig, s, u, [kept, others], _) = half_free(40);
     let spanned = |rig: &Rig| {
         let stats = rig.pool.stats();
         assert_eq!(stats.live + stats.cached + stats.pending, stats.physical, "{stats:?}");
@@ -353,7 +349,6 @@ fn memory_that_streams_share_is_complete() {
     // All of it as one block, wherever it was.
     let whole = take(&rig, &u, before / MIB);
     assert_eq!((whole.capacity(), spanned(&rig)), (before, before));
-    assert_eq!(rig.pool.stats().moves, 0);
     drop(whole);
     rig.pool.trim(0).unwrap();
     assert_eq!(rig.budget.used(), 0);
@@ -564,23 +559,6 @@ fn blocks_of_one_size_circulate_among_streams_without_memory_calls_after_two_rou
     }
 }
 
-#[test]
-fn growth_because_of_fragmentation_leaves_a_reusable_hole() {
-    // The second needs more than was ever in use, so the pool grows by what is missing.
-    for (mib, grown) in [(16, 16), (24, 16)] {
-        let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
-        let (s, u) = (rig.stream(), rig.stream());
-        drop(take(&rig, &u, 2));
-        let mut blocks: Vec<_> = (0..8).map(|_| take(&rig, &s, 8)).collect();
-        // Two holes of eight: one between live blocks, and one in front of memory without an owner.
-        drop((blocks.remove(1), blocks.pop()));
-        let held = rig.budget.used();
-        let _block = take(&rig, &s, mib);
-        assert_eq!((rig.budget.used() - held) / MIB, grown, "{mib} MiB");
-        rig.assert_silent();
-    }
-}
-
 /// A deterministic sequence of pseudo-random numbers.
 struct Sequence(u64);
 
@@ -655,7 +633,8 @@ fn a_pool_holds_no_more_than_its_slack_beyond_the_peak() {
     let default = PoolConfig::default().slack;
     for streams in [1, 4] {
         for (slack, looser) in [(6, default), (default, PoolConfig::MAX_SLACK)] {
-            let bound = |live: u64| live * u64::from(100 + slack);
+            // A live block may pin a handle.
+            let bound = |live: u64| live * u64::from(100 + slack) + 100 * (64 * MIB);
             let mut without = 0;
             for seed in 0..4 {
                 let (held, live) = rounds_of_whole_slots(slack, streams, seed);
