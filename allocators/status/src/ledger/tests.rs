@@ -492,7 +492,8 @@ fn folder_of_child() -> PathBuf {
 fn a_full_disk_is_an_error_and_leaves_no_file() {
     let scratch = Scratch::new("disk");
     // To a pipe: the limit of the child's files holds for its output as well.
-    let ended = child("tests::child_without_room", "AQUIFER_TEST", "1", &scratch.0).output();
+    let ended =
+        child("ledger::tests::child_without_room", "AQUIFER_TEST", "1", &scratch.0).output();
     let ended = ended.unwrap();
     assert!(ended.status.success(), "{ended:?}");
     assert_eq!(fs::read_dir(&scratch.0).unwrap().count(), 0);
@@ -518,7 +519,8 @@ fn a_process_that_is_killed_before_any_of_its_stores_leaves_no_claim() {
     let scratch = Scratch::new("stores");
     let survivor = scratch.join(Share::new());
     for at in 0.. {
-        let ended = child("tests::child_that_dies", DIE_AT, &at.to_string(), &scratch.0).output();
+        let ended =
+            child("ledger::tests::child_that_dies", DIE_AT, &at.to_string(), &scratch.0).output();
         let ended = ended.unwrap();
         // Claims need no more than one attempt, whatever the dead process has left.
         survivor.claim(100).unwrap();
@@ -568,7 +570,8 @@ fn a_process_that_is_stopped_before_any_of_its_stores_delays_others_by_at_most_1
     let survivor = scratch.join(Share::new());
     let words = survivor.ledger().table();
     for at in 0.. {
-        let mut child = child("tests::child_that_stops", STOP_AT, &at.to_string(), &scratch.0);
+        let mut child =
+            child("ledger::tests::child_that_stops", STOP_AT, &at.to_string(), &scratch.0);
         let Some(mut child) = stopped(&mut child) else {
             assert!(at > 60, "only {at} stores");
             return;
@@ -684,7 +687,7 @@ fn a_wish_is_seen_from_another_time_namespace() {
         println!("skipped: no time namespace can be made here");
         return;
     };
-    let waits = child("tests::child_that_waits", "AQUIFER_TEST", "1", &scratch.0);
+    let waits = child("ledger::tests::child_that_waits", "AQUIFER_TEST", "1", &scratch.0);
     let mut command = Command::new("unshare");
     command.args(user).args(shifted).arg(waits.get_program()).args(waits.get_args());
     command.envs(waits.get_envs().filter_map(|(name, value)| Some((name, value?))));
@@ -714,7 +717,8 @@ fn a_ledger_that_was_opened_before_a_fork_is_joined_in_the_child_as_any_other() 
     let scratch = Scratch::new("opened");
     let survivor = scratch.join(Share::new());
     survivor.claim(50).unwrap();
-    let mut ended = child("tests::child_that_joins_after_a_fork", "AQUIFER_TEST", "1", &scratch.0);
+    let mut ended =
+        child("ledger::tests::child_that_joins_after_a_fork", "AQUIFER_TEST", "1", &scratch.0);
     let ended = ended.output().unwrap();
     assert!(ended.status.success(), "{ended:?}");
     assert_eq!(survivor.ledger().figures().claimed(), 50);
@@ -756,7 +760,8 @@ fn child_that_joins_after_a_fork() {
 fn a_forked_child_is_no_member_and_does_not_keep_its_parents_claim() {
     let scratch = Scratch::new("fork");
     let survivor = scratch.join(Share::new());
-    let ended = child("tests::child_that_forks", "AQUIFER_TEST", "1", &scratch.0).status().unwrap();
+    let ended =
+        child("ledger::tests::child_that_forks", "AQUIFER_TEST", "1", &scratch.0).status().unwrap();
     assert_eq!(ended.signal(), Some(libc::SIGKILL));
     // The child of the dead process lives, and has none of its descriptors.
     survivor.claim(100).unwrap();
