@@ -79,7 +79,10 @@ impl ParentBudgets {
         }
         let ceiling = watched.then(|| Ceiling::new(shared, CEILING_NAME));
         let Some(above) = ceiling.as_ref().map(Ceiling::budget).or(shared) else {
-            return Ok((limits.bytes.map(|bytes| Budget::new(info.device.name(), bytes)), None));
+            return Ok((
+                limits.bytes.map(|bytes| Budget::new(info.device.to_string(), bytes)),
+                None,
+            ));
         };
         let bytes = match limits.bytes {
             Some(bytes) => bytes,
@@ -87,7 +90,7 @@ impl ParentBudgets {
             None if ledger.is_some() => u64::MAX,
             None => free(driver, info)? / 5 * 4,
         };
-        Ok((Some(above.child(info.device.name(), bytes)), ceiling))
+        Ok((Some(above.child(info.device.to_string(), bytes)), ceiling))
     }
 
     /// Returns the budget of pinned memory, half of what is left unless set, and the ceiling above

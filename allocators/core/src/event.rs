@@ -10,7 +10,7 @@
 //!
 //! | sink | effect |
 //! |---|---|
-//! | [`RingSink`] | keeps the last events in memory, without a lock |
+//! | [`RingSink`] | keeps the last events in memory |
 //! | [`TraceFile`] | writes a row in our own format, which `aquifer replay` reads |
 //! | [`TracingSink`] | passes it to the program's logging |
 //! | [`NullSink`] | none |
@@ -22,7 +22,6 @@ mod clock;
 mod delivery;
 mod environment;
 mod line_file;
-mod process;
 mod record;
 mod ring;
 mod sinks;
@@ -38,11 +37,13 @@ pub use trace::TraceFile;
 use crate::{Tag, panics::contain};
 use clock::Clock;
 use delivery::OrderedDelivery;
-use process::PerProcess;
-use process::thread_number;
 use std::{
-    fmt,
-    sync::{Arc, Mutex, PoisonError},
+    cell::Cell,
+    fmt, process,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 /// A receiver of events. Called with one event at a time, in order, and never under a lock of a
@@ -107,12 +108,15 @@ pub struct EventTicket {
 /// assert_eq!(order, [Action::Allocate, Action::Free]);
 /// ```
 ///
-/// On drop, events behind an outstanding ticket are passed on without it. A child of a fork has its
-/// own order, so events that other threads of the parent had begun delay nothing there.
+/// On drop, events behind an outstanding ticket are passed on without it. In a child of a fork,
+/// sinks that need their events in order receive none.
 pub struct Recorder {
     sink: Arc<dyn EventSink>,
     clock: Clock,
-    delivery: PerProcess<OrderedDelivery>,
+    delivery: OrderedDelivery,
+    /// The process that may use the locks of the delivery and of the sink. In a forked child,
+    /// threads that do not exist there may hold them.
+    process: u32,
 }
 
 impl Recorder {
@@ -123,11 +127,7 @@ impl Recorder {
     }
 
     fn with_clock(sink: Arc<dyn EventSink>, clock: Clock) -> Self {
-        Self { sink, clock, delivery: PerProcess::new(OrderedDelivery::default()) }
-    }
-
-    fn delivery(&self) -> &OrderedDelivery {
-        self.delivery.get(|_| OrderedDelivery::default())
+        Self { sink, clock, delivery: OrderedDelivery::default(), process: process::id() }
     }
 
     /// Takes the next position in the order. Call it under the lock that guards the operation.
@@ -136,7 +136,7 @@ impl Recorder {
     pub fn ticket(&self) -> EventTicket {
         match self.sink.reserve() {
             Some(number) => EventTicket { number, reserved: true },
-            None => EventTicket { number: self.delivery().ticket(), reserved: false },
+            None => EventTicket { number: self.delivery.ticket(), reserved: false },
         }
     }
 
@@ -181,8 +181,8 @@ impl Recorder {
     pub fn record(&self, ticket: EventTicket, event: Event) {
         if ticket.reserved {
             contained(|| self.sink.fill(ticket.number, &event));
-        } else {
-            self.delivery()
+        } else if process::id() == self.process {
+            self.delivery
                 .deliver(ticket.number, event, |event| contained(|| self.sink.record(event)));
         }
     }
@@ -212,8 +212,10 @@ impl Recorder {
     /// Waits up to a tenth of a second for events that other threads have begun to record, then
     /// flushes the sink. Pools call it when they close.
     pub fn flush(&self) {
-        self.delivery().flush(|event| contained(|| self.sink.record(event)));
-        contained(|| self.sink.flush());
+        if process::id() == self.process {
+            self.delivery.flush(|event| contained(|| self.sink.record(event)));
+            contained(|| self.sink.flush());
+        }
     }
 
     /// Returns whether the sink uses events of this action: see [`EventSink::accepts`].
@@ -227,6 +229,23 @@ impl Recorder {
     pub fn sink(&self) -> &Arc<dyn EventSink> {
         &self.sink
     }
+}
+
+/// Returns the number of the calling thread.
+#[inline]
+fn thread_number() -> u32 {
+    static NEXT: AtomicU32 = AtomicU32::new(1);
+    thread_local! {
+        // `const` and without a destructor, so that a thread that is exiting can record events.
+        static NUMBER: Cell<u32> = const { Cell::new(0) };
+    }
+    NUMBER.with(|number| match number.get() {
+        0 => {
+            number.set(NEXT.fetch_add(1, Ordering::Relaxed));
+            number.get()
+        }
+        number => number,
+    })
 }
 
 /// Calls a sink. Allocations and drops get here, so a panic must not propagate. The panic hook has

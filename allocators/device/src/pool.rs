@@ -129,7 +129,7 @@ impl DevicePool {
         let budget = match &config.budget {
             Some(budget) => budget.clone(),
             None => Budget::new(
-                device.name(),
+                device.to_string(),
                 driver.memory_info(device).map_err(driver_error)?.free / 5 * 4,
             ),
         };

@@ -1,7 +1,6 @@
 //! A line-based log file, with a count of lines that could not be written. Used by every sink that
 //! writes a log.
 
-use super::process::PerProcess;
 use std::{
     ffi::{OsStr, OsString},
     fmt::{self, Write as _},
@@ -23,8 +22,7 @@ const MAX_NAMES: u32 = 1000;
 #[derive(Debug)]
 pub(super) struct LineFile {
     path: PathBuf,
-    /// `None` if it could not be created.
-    file: Option<File>,
+    file: File,
     /// The length of the file.
     bytes: u64,
     line: String,
@@ -37,24 +35,10 @@ impl LineFile {
     /// the process id. A file that this or another process is writing is left alone, and the new
     /// one has the process id in its name.
     pub(super) fn create(template: &Path, header: &str) -> io::Result<Self> {
-        Self::start(open_file(template, false)?, header)
-    }
-
-    fn start((file, path): (File, PathBuf), header: &str) -> io::Result<Self> {
-        let line = String::with_capacity(128);
-        let mut lines = Self { path, file: Some(file), bytes: 0, line, failed: false, dropped: 0 };
+        let ((file, path), line) = (open_file(template)?, String::with_capacity(128));
+        let mut lines = Self { path, file, bytes: 0, line, failed: false, dropped: 0 };
         lines.try_write(format_args!("{header}"))?;
         Ok(lines)
-    }
-
-    /// Creates the file of a forked child. A failure is reported, and every line is dropped then.
-    pub(super) fn in_child(template: &Path, header: &str) -> Self {
-        let opened = open_file(template, true).and_then(|opened| Self::start(opened, header));
-        opened.unwrap_or_else(|error| {
-            report(template, &error);
-            let (path, line) = (template.to_owned(), String::new());
-            Self { path, file: None, bytes: 0, line, failed: true, dropped: 0 }
-        })
     }
 
     /// Returns the path of the file.
@@ -76,14 +60,14 @@ impl LineFile {
     fn try_write(&mut self, line: fmt::Arguments<'_>) -> io::Result<()> {
         self.line.clear();
         writeln!(self.line, "{line}").map_err(io::Error::other)?;
-        let Some(file) = &mut self.file else { return Ok(()) };
-        match file.write_all(self.line.as_bytes()) {
+        match self.file.write_all(self.line.as_bytes()) {
             Ok(()) => {
                 self.bytes += self.line.len() as u64;
                 Ok(())
             }
             Err(error) => {
                 // A part of the line may have been written. Only a regular file can be truncated.
+                let file = &mut self.file;
                 let _ =
                     file.set_len(self.bytes).and_then(|()| file.seek(SeekFrom::Start(self.bytes)));
                 Err(error)
@@ -107,15 +91,12 @@ fn report(path: &Path, error: &io::Error) {
     );
 }
 
-/// Opens the file for `template`, empty and locked against other writers. A child of a fork never
-/// uses a name that its parent may have.
-fn open_file(template: &Path, child: bool) -> io::Result<(File, PathBuf)> {
+/// Opens the file for `template`, empty and locked against other writers.
+fn open_file(template: &Path) -> io::Result<(File, PathBuf)> {
     let process = process::id().to_string();
     let named = expand_process_id(template.as_os_str(), &process);
     let is_unique_per_process = named.as_os_str() != template.as_os_str();
-    if (is_unique_per_process || !child)
-        && let Some(file) = open_exclusive(&named, is_unique_per_process)?
-    {
+    if let Some(file) = open_exclusive(&named, is_unique_per_process)? {
         return Ok((file, named));
     }
     for number in 1..MAX_NAMES {
@@ -189,7 +170,6 @@ use super::EventSink;
 ///   program is killed.
 /// - After a failed write the file ends with the last complete line. The failure is reported on the
 ///   standard error stream, and later lines are only counted as [`dropped`](LineLog::dropped).
-/// - A child of a fork has its own file from its first line on.
 ///
 /// ```
 /// use aquifer::{Tag, event::{Action, Event, EventSink, LineLog, MemoryLocation, Recorder}};
@@ -221,11 +201,7 @@ use super::EventSink;
 /// # Ok::<(), std::io::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct LineLog {
-    template: PathBuf,
-    header: &'static str,
-    file: PerProcess<Mutex<LineFile>>,
-}
+pub struct LineLog(Mutex<LineFile>);
 
 impl LineLog {
     /// Creates or replaces the file at `path` and writes `header` as its first line. The file is
@@ -234,12 +210,11 @@ impl LineLog {
     /// # Errors
     /// The operating system's error if the file cannot be created or its first line cannot be
     /// written.
-    pub fn create(path: &Path, header: &'static str) -> io::Result<Self> {
-        let file = PerProcess::new(Mutex::new(LineFile::create(path, header)?));
-        Ok(Self { template: path.to_owned(), header, file })
+    pub fn create(path: &Path, header: &str) -> io::Result<Self> {
+        Ok(Self(Mutex::new(LineFile::create(path, header)?)))
     }
 
-    /// Returns the path of this process's file.
+    /// Returns the path of the file.
     #[must_use]
     pub fn path(&self) -> PathBuf {
         self.file().path().to_owned()
@@ -257,8 +232,7 @@ impl LineLog {
     }
 
     fn file(&self) -> MutexGuard<'_, LineFile> {
-        let child = |_: &_| Mutex::new(LineFile::in_child(&self.template, self.header));
-        self.file.get(child).lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -273,7 +247,8 @@ mod tests {
         let path = std::env::temp_dir().join(format!("aquifer-lines-{}", process::id()));
         let mut lines = LineFile::create(&path, "first").unwrap();
         lines.write(format_args!("second"));
-        let regular = lines.file.replace(File::options().write(true).open("/dev/full").unwrap());
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let regular = std::mem::replace(&mut lines.file, full);
         lines.write(format_args!("third"));
         lines.file = regular;
         lines.write(format_args!("fourth"));

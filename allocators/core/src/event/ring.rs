@@ -1,31 +1,27 @@
-//! A bounded lock-free ring of the last events.
+//! A bounded ring of the last events.
 //!
 //! ```text
 //!   position   …  8    9   10   11   12   13 …     taken when the event happens
 //!              ┌────┬────┬────┬────┐
 //!   slot       │  0 │  1 │  2 │  3 │               position modulo slots, a power of two
-//!   stamp      │ 26 │ 20 │ 22 │ 23 │               2 · position + 1: being written, + 2: written
-//!              └────┴────┴────┴────┘               so 12 has replaced 8, and 11 is being written
+//!   holds      │ 12 │  9 │ 10 │  7 │               so 12 has replaced 8, and 11 is outstanding
+//!              └────┴────┴────┴────┘
 //! ```
 //!
-//! A writer performs a compare-and-swap, six stores and another store. It never waits for another
-//! thread. A reader checks the stamp before and after it reads, so a slot that is overwritten
-//! during the read counts as lost. Slots consist of atomics, so a torn read is discarded and is not
-//! a data race.
+//! A position is taken without a lock. Each slot has a lock of its own, so a writer waits only for
+//! a reader of its slot, or for a writer that is a full round late.
 
-use super::{Action, BlockKind, Event, EventSink, MemoryLocation};
-use crate::{
-    DeviceId, Tag,
-    sync::atomic::{AtomicU64, Ordering},
+use super::{Event, EventSink};
+use crate::sync::{
+    Mutex,
+    atomic::{AtomicU64, Ordering},
+    lock,
 };
-use std::{
-    fmt,
-    sync::{Mutex, PoisonError},
-};
+use std::fmt;
 
 /// Keeps the last events in order, and counts those that later ones have replaced.
 ///
-/// A [`Recorder`](super::Recorder) of this sink needs no lock either: an event's ticket is its
+/// A [`Recorder`](super::Recorder) of this sink needs no lock of its own: an event's ticket is its
 /// position here. An event with an outstanding ticket delays those behind it, until as many later
 /// positions are taken as the ring has room for.
 ///
@@ -59,80 +55,40 @@ struct Reader {
     dropped: u64,
 }
 
-/// One cache line, so that writers of neighbouring slots do not share one.
+/// The last event of a slot and its position. Aligned, so that writers of neighbouring slots do not
+/// share a cache line.
 #[repr(align(64))]
-struct Slot {
-    stamp: AtomicU64,
-    words: [AtomicU64; 6],
-}
+struct Slot(Mutex<Option<(u64, Event)>>);
 
 impl Slot {
-    fn new() -> Self {
-        Self { stamp: AtomicU64::new(0), words: std::array::from_fn(|_| AtomicU64::new(0)) }
-    }
-
-    fn written(position: u64) -> u64 {
-        2 * position + 2
-    }
-
-    /// Writes an event, unless the slot has a later one, or a writer that is a full round late is
-    /// still writing.
+    /// Stores an event, unless the slot has a later one.
     #[inline]
     fn fill(&self, position: u64, event: &Event) {
-        let stamp = self.stamp.load(Ordering::Relaxed);
-        let writing = Self::written(position) - 1;
-        if stamp >= writing || stamp % 2 == 1 {
-            return;
-        }
-        // Acquire: of two writers of the slot, the second one's words come after the first one's.
-        if self
-            .stamp
-            .compare_exchange(stamp, writing, Ordering::Acquire, Ordering::Relaxed)
-            .is_err()
-        {
-            return;
-        }
-        for (word, value) in self.words.iter().zip(encode(event)) {
-            // Release: a reader that sees one of the words also sees the stamp of the write.
-            word.store(value, Ordering::Release);
-        }
-        self.stamp.store(Self::written(position), Ordering::Release);
-    }
-
-    /// Returns the event of this position if it is there and is not overwritten during the read.
-    /// Otherwise returns the stamp.
-    fn read(&self, position: u64) -> Result<Option<Event>, u64> {
-        let stamp = self.stamp.load(Ordering::Acquire);
-        if stamp != Self::written(position) {
-            return Err(stamp);
-        }
-        let words = std::array::from_fn(|at| self.words[at].load(Ordering::Acquire));
-        match self.stamp.load(Ordering::Relaxed) {
-            now if now == stamp => Ok(decode(words)),
-            now => Err(now),
+        let mut held = lock(&self.0);
+        if held.is_none_or(|(later, _)| later < position) {
+            *held = Some((position, *event));
         }
     }
 }
 
 impl RingSink {
-    /// Creates a ring of at most `capacity` events. Allocates all of its memory now: 64 bytes for
-    /// each event, rounded up to a power of two of them.
+    /// Creates a ring of at most `capacity` events. Allocates all of its memory now: 64 bytes
+    /// for each event, rounded up to a power of two of them.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
         let slots = if capacity == 0 { 0 } else { capacity.next_power_of_two() };
         Self {
-            slots: (0..slots).map(|_| Slot::new()).collect(),
+            slots: (0..slots).map(|_| Slot(Mutex::new(None))).collect(),
             capacity: capacity as u64,
             next: AtomicU64::new(0),
             reader: Mutex::new(Reader { next: 0, dropped: 0 }),
         }
     }
 
-    /// Removes and returns the events, oldest first. Concurrent events may be among them. Writers
-    /// are not blocked.
+    /// Removes and returns the events, oldest first. Concurrent events may be among them.
     #[must_use]
     pub fn take(&self) -> Vec<Event> {
-        self.read(&mut self.reader.lock().unwrap_or_else(PoisonError::into_inner))
+        self.read(&mut lock(&self.reader))
     }
 
     /// Returns what [`take`](RingSink::take) would return, without removing it. Later events may
@@ -150,7 +106,7 @@ impl RingSink {
     /// ```
     #[must_use]
     pub fn kept(&self) -> Vec<Event> {
-        let mut from = *self.reader.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut from = *lock(&self.reader);
         self.read(&mut from)
     }
 
@@ -160,13 +116,12 @@ impl RingSink {
         self.skip(reader, end);
         while reader.next < end {
             let Some(slot) = self.slot(reader.next) else { break };
-            match slot.read(reader.next) {
-                Ok(event) => events.extend(event),
+            match *lock(&slot.0) {
+                Some((position, event)) if position == reader.next => events.push(event),
                 // A later event has overwritten it.
-                Err(stamp) if stamp > Slot::written(reader.next) => reader.dropped += 1,
-                // The event is outstanding, or was discarded because its slot was busy. The next
-                // round skips it.
-                Err(_) => break,
+                Some((position, _)) if position > reader.next => reader.dropped += 1,
+                // The event is outstanding. It is skipped when its slot is used again.
+                _ => break,
             }
             reader.next += 1;
         }
@@ -206,7 +161,7 @@ impl EventSink for RingSink {
 
     /// Events that later ones have replaced by now, taken out or not.
     fn dropped(&self) -> u64 {
-        let mut reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reader = lock(&self.reader);
         self.skip(&mut reader, self.next.load(Ordering::Acquire));
         reader.dropped
     }
@@ -215,92 +170,5 @@ impl EventSink for RingSink {
 impl fmt::Debug for RingSink {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RingSink").field("capacity", &self.capacity).finish_non_exhaustive()
-    }
-}
-
-const ACTIONS: [Action; 12] = [
-    Action::Allocate,
-    Action::Free,
-    Action::Complete,
-    Action::Grow,
-    Action::Reap,
-    Action::Move,
-    Action::Adopt,
-    Action::Fail,
-    Action::Finding,
-    Action::Limit,
-    Action::Outside,
-    Action::DropPlan,
-];
-
-/// Packs an event into six words: time, address, bytes, location, budget, and the rest.
-fn encode(event: &Event) -> [u64; 6] {
-    let (kind, number) = match event.place {
-        MemoryLocation::Device(DeviceId(device)) => (0, device),
-        MemoryLocation::Host(Some(node)) => (1, node),
-        MemoryLocation::Host(None) => (2, 0),
-        MemoryLocation::Global => (3, 0),
-    };
-    let place = u64::from(event.stream) << 32 | u64::from(number);
-    let what = u64::from(event.thread) << 32
-        | (event.tag.index() as u64) << 16
-        | (kind | (event.kind as u64) << 4) << 8
-        | u64::from(event.action as u8);
-    let refused_by = event.refused_by.index() as u64;
-    [event.at_ns, event.address, event.bytes, place, refused_by, what]
-}
-
-/// Unpacks the words of [`encode`]. Returns `None` for invalid words.
-fn decode([at_ns, address, bytes, place, refused_by, what]: [u64; 6]) -> Option<Event> {
-    let number = place as u32;
-    let at = match what >> 8 & 0xf {
-        0 => MemoryLocation::Device(DeviceId(number)),
-        1 => MemoryLocation::Host(Some(number)),
-        2 => MemoryLocation::Host(None),
-        _ => MemoryLocation::Global,
-    };
-    Some(Event {
-        at_ns,
-        action: *ACTIONS.get(what as usize & 0xff)?,
-        place: at,
-        thread: (what >> 32) as u32,
-        stream: (place >> 32) as u32,
-        address,
-        bytes,
-        kind: *BlockKind::ALL.get(what as usize >> 12 & 0xf)?,
-        tag: Tag::from_index(what as usize >> 16 & 0xffff)?,
-        refused_by: Tag::from_index(refused_by as usize)?,
-    })
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn events_survive_encoding_unchanged() {
-        let places = [
-            MemoryLocation::Device(DeviceId(u32::MAX)),
-            MemoryLocation::Host(Some(7)),
-            MemoryLocation::Host(None),
-            MemoryLocation::Global,
-        ];
-        for (number, action) in ACTIONS.into_iter().enumerate() {
-            for place in places {
-                let event = Event {
-                    at_ns: u64::MAX,
-                    action,
-                    place,
-                    thread: u32::MAX - 1,
-                    stream: u32::MAX - 2,
-                    address: 0x7fff_ffff_fe00,
-                    bytes: u64::MAX - 3,
-                    kind: BlockKind::ALL[number % BlockKind::ALL.len()],
-                    tag: Tag::from_index(Tag::MAX - 1).unwrap(),
-                    refused_by: Tag::from_index(Tag::MAX - 2).unwrap(),
-                };
-                assert_eq!(decode(encode(&event)), Some(event));
-            }
-        }
     }
 }

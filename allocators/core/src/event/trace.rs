@@ -64,9 +64,7 @@
 //! Resuming allocates them again. If a line cannot be written, the trace ends before it, and this
 //! is reported on the standard error stream.
 
-use super::{
-    Action, BlockKind, Event, EventSink, MemoryLocation, line_file::LineFile, process::PerProcess,
-};
+use super::{Action, BlockKind, Event, EventSink, MemoryLocation, line_file::LineFile};
 use crate::{DeviceId, Tag};
 use std::{
     collections::HashMap,
@@ -83,9 +81,6 @@ const MAX_TAG_BYTES: usize = 1024;
 /// A sink that writes a trace file, line by line, so that the trace is complete up to the last
 /// event even if the program is killed. Each line costs a system call.
 ///
-/// A child of a fork writes its own file from its first event on. Blocks that it inherited are only
-/// in its parent's file.
-///
 /// ```
 /// use aquifer::{DeviceId, Tag, event::{Action, MemoryLocation, Recorder, TraceFile}};
 /// use std::sync::Arc;
@@ -101,13 +96,10 @@ const MAX_TAG_BYTES: usize = 1024;
 /// # Ok::<(), std::io::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct TraceFile {
-    template: PathBuf,
-    state: PerProcess<Mutex<State>>,
-}
+pub struct TraceFile(Mutex<TraceState>);
 
 #[derive(Debug)]
-struct State {
+struct TraceState {
     lines: LineFile,
     /// Blocks that are not complete, by location and address. A freed block that is not complete
     /// still owns its bytes, so its address is unique.
@@ -137,23 +129,21 @@ impl TraceFile {
     /// The operating system's error if the file cannot be created or its first line cannot be
     /// written.
     pub fn create(path: &Path) -> io::Result<Self> {
-        let state = State::new(LineFile::create(path, HEADER)?);
-        Ok(Self { template: path.to_owned(), state: PerProcess::new(Mutex::new(state)) })
+        Ok(Self(Mutex::new(TraceState::new(LineFile::create(path, HEADER)?))))
     }
 
-    /// Returns the path of this process's file.
+    /// Returns the path of the file.
     #[must_use]
     pub fn path(&self) -> PathBuf {
         self.state().lines.path().to_owned()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        let child = |_: &_| Mutex::new(State::new(LineFile::in_child(&self.template, HEADER)));
-        self.state.get(child).lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, TraceState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl TraceState {
     fn new(lines: LineFile) -> Self {
         Self { lines, blocks: HashMap::new(), next: 1, rest: String::new() }
     }

@@ -59,7 +59,7 @@ fn a_block_resized_in_place_is_recorded_as_another_block() {
 }
 
 #[test]
-fn a_child_of_a_fork_records_to_a_file_of_its_own_and_waits_for_no_thread_of_its_parent() {
+fn a_child_of_a_fork_records_nothing_and_waits_for_no_thread_of_its_parent() {
     let path = file("forked");
     let recorder = Arc::new(Recorder::new(Arc::new(TraceFile::create(&path).unwrap())));
     let pool = pool(&recorder);
@@ -80,12 +80,8 @@ fn a_child_of_a_fork_records_to_a_file_of_its_own_and_waits_for_no_thread_of_its
         record(0x1000);
         // The parent's memory does not exist here, nor does its lifetime.
         drop(kept);
-        let name = format!("{}.{}.csv", path.file_stem().unwrap().to_str().unwrap(), process::id());
-        let own = path.with_file_name(name);
-        let right = rows(&own) == ["a,1,7,0,pinned,host,"];
-        let removed = fs::remove_file(own).is_ok();
         // SAFETY: 1. ends the child.
-        unsafe { libc::_exit(if right && removed { 0 } else { 1 }) };
+        unsafe { libc::_exit(0) };
     }
     let mut status = -1;
     // SAFETY: 1. the child belongs to this process, and the status is a local.
@@ -101,8 +97,5 @@ fn a_child_of_a_fork_records_to_a_file_of_its_own_and_waits_for_no_thread_of_its
     let ends =
         ["a,1,100", "x,0,9", "f,1,100", "c,1,100"].map(|row| format!("{row},0,pinned,host,"));
     assert!(ends.iter().all(|row| told.contains(row)), "{told:?}");
-    assert!(
-        !told.iter().any(|row| row.contains(",7,0,")),
-        "the child's events are the child's: {told:?}"
-    );
+    assert!(!told.iter().any(|row| row.contains(",7,0,")), "an event of the child: {told:?}");
 }
