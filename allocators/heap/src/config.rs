@@ -1,7 +1,5 @@
 //! The configuration of a heap.
 
-use core::fmt;
-
 /// The configuration of a heap. All sizes are in bytes.
 ///
 /// ```
@@ -57,27 +55,23 @@ impl Config {
     ///
     /// # Errors
     ///
-    /// The first field that violates its documentation.
-    pub const fn validate(&self) -> Result<(), ConfigError> {
-        if !self.unit.is_power_of_two() {
-            return Err(ConfigError::Unit { unit: self.unit });
-        }
-        if !self.page.is_power_of_two()
-            || self.page < self.unit
-            || self.page / self.unit > MAX_PAGE_UNITS
-        {
-            return Err(ConfigError::Page { page: self.page, unit: self.unit });
-        }
-        if !self.grain.is_power_of_two() || self.grain < self.page {
-            return Err(ConfigError::Grain { grain: self.grain, page: self.page });
-        }
-        if !self.small_max.is_multiple_of(self.unit) || self.small_max > self.page / 2 {
-            return Err(ConfigError::SmallMax { small_max: self.small_max, page: self.page });
-        }
-        if !self.border.is_multiple_of(self.unit) {
-            return Err(ConfigError::Border { border: self.border, unit: self.unit });
-        }
-        Ok(())
+    /// Panics if a field violates its documentation.
+    pub(crate) fn check(&self) {
+        let Self { unit, page, grain, small_max, border } = *self;
+        assert!(unit.is_power_of_two(), "unit {unit} is not a power of two");
+        assert!(
+            page.is_power_of_two() && page >= unit && page / unit <= MAX_PAGE_UNITS,
+            "page {page} is not a power of two between 1 and {MAX_PAGE_UNITS} units of {unit}"
+        );
+        assert!(
+            grain.is_power_of_two() && grain >= page,
+            "grain {grain} is not a power of two from page {page} on"
+        );
+        assert!(
+            small_max.is_multiple_of(unit) && small_max <= page / 2,
+            "small_max {small_max} is not a multiple of the unit, or above half of page {page}"
+        );
+        assert!(border.is_multiple_of(unit), "border {border} is not a multiple of unit {unit}");
     }
 }
 
@@ -90,70 +84,3 @@ impl Default for Config {
 /// Larger pages would make slabs that a single live block keeps allocated, and exceed the range in
 /// which the division by multiplication in `classes` is exact.
 const MAX_PAGE_UNITS: u64 = 1 << 16;
-
-/// The reason why a [`Config`] is invalid.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ConfigError {
-    /// The unit is not a power of two.
-    Unit {
-        /// The unit.
-        unit: u64,
-    },
-    /// The page is not a power of two between one unit and 65,536 of them.
-    Page {
-        /// The page.
-        page: u64,
-        /// The unit.
-        unit: u64,
-    },
-    /// The grain is not a power of two, or less than a page.
-    Grain {
-        /// The grain.
-        grain: u64,
-        /// The page.
-        page: u64,
-    },
-    /// The largest small size is not a multiple of the unit, or is above half a page.
-    SmallMax {
-        /// The largest small size.
-        small_max: u64,
-        /// The page.
-        page: u64,
-    },
-    /// The border is not a multiple of the unit.
-    Border {
-        /// The border.
-        border: u64,
-        /// The unit.
-        unit: u64,
-    },
-}
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Self::Unit { unit } => write!(f, "unit {unit} is not a power of two"),
-            Self::Page { page, unit } => {
-                write!(
-                    f,
-                    "page {page} is not a power of two between 1 and {MAX_PAGE_UNITS} units of {unit}"
-                )
-            }
-            Self::Grain { grain, page } => {
-                write!(f, "grain {grain} is not a power of two from page {page} on")
-            }
-            Self::SmallMax { small_max, page } => {
-                write!(
-                    f,
-                    "small_max {small_max} is not a multiple of the unit, or above half of page {page}"
-                )
-            }
-            Self::Border { border, unit } => {
-                write!(f, "border {border} is not a multiple of unit {unit}")
-            }
-        }
-    }
-}
-
-impl core::error::Error for ConfigError {}

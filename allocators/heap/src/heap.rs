@@ -6,7 +6,7 @@ use crate::bins::Bins;
 use crate::page_map::PageMap;
 use crate::records::{NIL, Record, Records, State};
 use crate::slab::Slabs;
-use crate::{Config, ConfigError, Extent, HeapError, Range};
+use crate::{Config, Extent, HeapError, Range};
 
 mod alloc;
 mod check;
@@ -15,7 +15,8 @@ mod observe;
 mod ranges;
 mod resize;
 
-pub use observe::{FreeExtents, HeapStats};
+pub use check::InvariantViolation;
+pub use observe::FreeExtents;
 
 /// An allocator for address ranges whose memory it never accesses.
 ///
@@ -69,25 +70,10 @@ impl Heap {
     ///
     /// # Panics
     ///
-    /// If `config` is invalid. [`try_new`](Self::try_new) returns an error instead.
+    /// If a field of `config` violates its documentation.
     #[must_use]
     pub fn new(config: Config) -> Self {
-        let valid = config.validate();
-        assert!(valid.is_ok(), "a heap cannot work with {config:?}: {valid:?}");
-        Self::with_config(config)
-    }
-
-    /// Creates an empty heap.
-    ///
-    /// # Errors
-    ///
-    /// The reason why `config` is invalid.
-    pub fn try_new(config: Config) -> Result<Self, ConfigError> {
-        config.validate()?;
-        Ok(Self::with_config(config))
-    }
-
-    fn with_config(config: Config) -> Self {
+        config.check();
         let unit_shift = config.unit.trailing_zeros();
         Self {
             config,
@@ -341,7 +327,7 @@ impl Heap {
 impl Default for Heap {
     /// Creates an empty heap for device memory.
     fn default() -> Self {
-        Self::with_config(Config::device())
+        Self::new(Config::device())
     }
 }
 

@@ -55,7 +55,6 @@
 #![forbid(unsafe_code)]
 
 mod bins;
-mod broken;
 mod bump;
 mod classes;
 mod config;
@@ -67,11 +66,10 @@ mod records;
 mod runs;
 mod slab;
 
-pub use broken::InvariantViolation;
 pub use bump::{Bump, Mark, StaleMark};
 pub use classes::{size_class, units_of_class};
-pub use config::{Config, ConfigError};
+pub use config::Config;
 pub use error::HeapError;
-pub use heap::{FreeExtents, Heap, HeapStats};
+pub use heap::{FreeExtents, Heap, InvariantViolation};
 pub use range::{Extent, Freed, HeapBlock, Key, Range};
 pub use runs::Runs;

@@ -3,7 +3,6 @@
 //! The model and the invariants are those of the heap's property tests. Here bytes select the
 //! operations, so that a coverage-guided fuzzer can search for unexpected sequences.
 
-#[path = "../../../allocators/heap/tests/shadow/mod.rs"]
 mod shadow;
 
 use crate::program::{Bytes, MAX_OPS};

@@ -1,8 +1,33 @@
 //! The self-check of a heap's invariants.
 
+use core::fmt;
+
 use super::Heap;
-use crate::InvariantViolation;
 use crate::records::{BORDER_ABOVE, BORDER_BELOW, NIL, Record, State};
+
+/// A violated invariant of the heap's metadata.
+///
+/// [`Heap::check`] returns the first one that it finds. Only a defect of this crate can cause one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct InvariantViolation {
+    /// What is wrong.
+    pub what: &'static str,
+    /// The start of the record, or the count that is wrong.
+    pub at: u64,
+}
+
+impl fmt::Display for InvariantViolation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {:#x}", self.what, self.at)
+    }
+}
+
+impl core::error::Error for InvariantViolation {}
+
+fn require(holds: bool, what: &'static str, at: u64) -> Result<(), InvariantViolation> {
+    if holds { Ok(()) } else { Err(InvariantViolation { what, at }) }
+}
 
 impl Heap {
     /// Checks all invariants of the metadata, in time proportional to the number of records. For
@@ -21,114 +46,97 @@ impl Heap {
     fn check_records(&self) -> Result<(), InvariantViolation> {
         let (mut prev, mut at) = (NIL, self.records.first());
         let (mut records, mut pages) = (0, 0);
-        let mut found = Sums::default();
+        let (mut managed, mut live, mut blocks, mut free) = (0, 0, 0, 0);
         while at != NIL {
             let record = &self.records[at];
             self.check_shape(record)?;
-            if record.prev != prev || (prev != NIL && self.records[prev].end() > record.start) {
-                return Err(InvariantViolation::Order { at: record.start });
-            }
-            if prev != NIL
+            let start = record.start;
+            require(
+                record.prev == prev && (prev == NIL || self.records[prev].end() <= start),
+                "a record is out of order",
+                start,
+            )?;
+            let both_free = prev != NIL
                 && record.state == State::Free
-                && self.records[prev].state == State::Free
-                && self.records.mergeable(prev, at)
-            {
-                return Err(InvariantViolation::Unmerged { at: record.start });
-            }
-            if prev == NIL || self.page_of(self.records[prev].start) != self.page_of(record.start) {
+                && self.records[prev].state == State::Free;
+            require(
+                !both_free || !self.records.mergeable(prev, at),
+                "two free extents touch and are not merged",
+                start,
+            )?;
+            if prev == NIL || self.page_of(self.records[prev].start) != self.page_of(start) {
                 pages += 1;
-                if self.page_map.get(self.page_of(record.start)) != Some(at) {
-                    return Err(InvariantViolation::PageMap { at: record.start });
-                }
+                let mapped = self.page_map.get(self.page_of(start));
+                require(mapped == Some(at), "the page map does not lead to a record", start)?;
             }
-            found.managed += record.len;
+            managed += record.len;
             match record.state {
-                State::Free => found.free += record.len,
+                State::Free => free += record.len,
                 State::Live => {
-                    found.live += record.len;
-                    found.blocks += 1;
+                    live += record.len;
+                    blocks += 1;
                 }
                 State::Slab => {
-                    let slab = self
-                        .slabs
-                        .get(record.slab)
-                        .ok_or(InvariantViolation::Slab { at: record.start })?;
-                    found.live += slab.slot * u64::from(slab.used);
-                    found.blocks += u64::from(slab.used);
+                    let slab = self.slabs.get(record.slab);
+                    require(slab.is_some(), "a record is of no slab", start)?;
+                    let (slot, used) = slab.map_or((0, 0), |slab| (slab.slot, slab.used));
+                    live += slot * u64::from(used);
+                    blocks += u64::from(used);
                 }
-                State::Vacant => return Err(InvariantViolation::Order { at: record.start }),
+                State::Vacant => require(false, "a vacant record is in the list", start)?,
             }
             records += 1;
             (prev, at) = (at, record.next);
         }
-        if self.page_map.count() != pages {
-            return Err(InvariantViolation::PageCount {
-                expected: pages,
-                found: self.page_map.count(),
-            });
-        }
-        let vacant = self.records.count_vacant();
-        let expected = self.records.id_count() - records;
-        if vacant != expected || self.records.vacant_count() != expected {
-            return Err(InvariantViolation::Vacancies { expected, found: vacant });
-        }
-        for (name, expected, found) in [
-            ("managed_bytes", found.managed, self.managed_bytes),
-            ("live_bytes", found.live, self.live_bytes),
-            ("live_blocks", found.blocks, self.live_blocks),
-            ("free_bytes", found.free, self.free_bytes),
-        ] {
-            if expected != found {
-                return Err(InvariantViolation::Count { name, expected, found });
-            }
-        }
-        Ok(())
+        let mapped = self.page_map.count();
+        require(mapped == pages, "the page map has another number of pages", mapped as u64)?;
+        let (vacant, expected) = (self.records.count_vacant(), self.records.id_count() - records);
+        require(
+            vacant == expected && self.records.vacant_count() == expected,
+            "another number of records is vacant",
+            vacant as u64,
+        )?;
+        require(self.managed_bytes == managed, "managed_bytes is wrong", self.managed_bytes)?;
+        require(self.live_bytes == live, "live_bytes is wrong", self.live_bytes)?;
+        require(self.live_blocks == blocks, "live_blocks is wrong", self.live_blocks)?;
+        require(self.free_bytes == free, "free_bytes is wrong", self.free_bytes)
     }
 
     fn check_shape(&self, record: &Record) -> Result<(), InvariantViolation> {
-        let broken = Err(InvariantViolation::Shape { at: record.start });
-        if self.validate(record.range()).is_err() {
-            return broken;
-        }
+        let valid = self.validate(record.range()).is_ok();
+        require(valid, "a record is misshapen", record.start)?;
         let border = self.config.border;
-        if border != 0 {
-            let last = record.end() - 1;
-            let before = record.start.is_multiple_of(border);
-            let after = record.end().is_multiple_of(border);
-            if record.start / border != last / border
-                || before && record.borders & BORDER_BELOW == 0
-                || after && record.borders & BORDER_ABOVE == 0
-            {
-                return broken;
-            }
+        if border == 0 {
+            return Ok(());
         }
-        Ok(())
+        let below = record.start.is_multiple_of(border);
+        let above = record.end().is_multiple_of(border);
+        require(
+            record.start / border == (record.end() - 1) / border
+                && (!below || record.borders & BORDER_BELOW != 0)
+                && (!above || record.borders & BORDER_ABOVE != 0),
+            "a record does not keep to the borders",
+            record.start,
+        )
     }
 
-    /// Checks that the bins contain each free record once, in the right place, and nothing else.
+    /// Checks that the bins contain exactly the free extents, each once and in its place.
     fn check_bins(&self) -> Result<(), InvariantViolation> {
-        let mut bytes = 0;
-        let mut broken = Ok(());
+        let (mut bytes, mut result) = (0, Ok(()));
         self.bins.audit(&self.records, |id, valid| {
             let record = self.records.get(id);
-            bytes += record.map_or(0, |record| record.len);
-            if !valid || record.is_none_or(|record| record.state != State::Free) {
-                broken =
-                    Err(InvariantViolation::Bins { at: record.map_or(0, |record| record.start) });
-            }
+            let (start, len) = record.map_or((0, 0), |record| (record.start, record.len));
+            bytes += len;
+            let free = record.is_some_and(|record| record.state == State::Free);
+            result =
+                result.and(require(valid && free, "the bins are wrong about an extent", start));
         });
-        broken?;
-        if bytes != self.free_bytes {
-            return Err(InvariantViolation::Count {
-                name: "bytes in bins",
-                expected: self.free_bytes,
-                found: bytes,
-            });
-        }
-        Ok(())
+        result?;
+        require(bytes == self.free_bytes, "the bins hold another number of bytes", bytes)
     }
 
-    /// Checks slabs against their records, their bitmaps and their classes' lists.
+    /// Checks that each slab agrees with its record, and that the lists contain exactly the slabs
+    /// with room.
     fn check_slabs(&self) -> Result<(), InvariantViolation> {
         let mut with_room = 0;
         let mut slots: Vec<u64> = self.slabs.capacities().map(|_| 0).collect();
@@ -139,46 +147,28 @@ impl Heap {
                 let slab = self.slabs.slab(record.slab);
                 let agrees =
                     slab.record == at && slab.start == record.start && slab.bytes() == record.len;
-                if !agrees || slab.free_slots() != slab.slots - slab.used {
-                    return Err(InvariantViolation::Slab { at: record.start });
-                }
+                require(
+                    agrees && slab.free_slots() == slab.slots - slab.used,
+                    "a slab disagrees with its record",
+                    record.start,
+                )?;
                 with_room += usize::from(slab.used < slab.slots);
                 slots[slab.class as usize] += u64::from(slab.slots);
             }
             at = record.next;
         }
-        for (expected, found) in slots.into_iter().zip(self.slabs.capacities()) {
-            if expected != found {
-                return Err(InvariantViolation::Count {
-                    name: "slots of a class",
-                    expected,
-                    found,
-                });
-            }
+        for (counted, capacity) in slots.into_iter().zip(self.slabs.capacities()) {
+            require(counted == capacity, "a class has another number of slots", capacity)?;
         }
-        let mut broken = Ok(());
-        let mut listed = 0;
+        let (mut listed, mut result) = (0, Ok(()));
         self.slabs.audit(|id, valid| {
             listed += 1;
             let slab = self.slabs.get(id);
-            if !valid || slab.is_none_or(|slab| slab.is_vacant()) {
-                broken = Err(InvariantViolation::Slab { at: slab.map_or(0, |slab| slab.start) });
-            }
+            let in_use = slab.is_some_and(|slab| !slab.is_vacant());
+            let start = slab.map_or(0, |slab| slab.start);
+            result = result.and(require(valid && in_use, "a slab disagrees with its lists", start));
         });
-        broken?;
-        if listed != with_room {
-            let (expected, found) = (with_room as u64, listed as u64);
-            return Err(InvariantViolation::Count { name: "slabs with room", expected, found });
-        }
-        Ok(())
+        result?;
+        require(listed == with_room, "another number of slabs has room", listed as u64)
     }
-}
-
-/// The sums over all records.
-#[derive(Default)]
-struct Sums {
-    managed: u64,
-    live: u64,
-    blocks: u64,
-    free: u64,
 }

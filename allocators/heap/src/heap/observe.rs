@@ -1,4 +1,4 @@
-//! Queries of a heap's contents, and its statistics.
+//! Queries of a heap's contents.
 
 use core::iter::{FusedIterator, successors};
 use core::ops::ControlFlow::{self, Continue};
@@ -6,42 +6,6 @@ use core::ops::ControlFlow::{self, Continue};
 use super::Heap;
 use crate::records::{NIL, State};
 use crate::{Extent, Range};
-
-/// The statistics of a heap at one moment.
-///
-/// `live_bytes + slab_free_bytes + free_bytes` is the managed total.
-///
-/// See the example of [`Heap`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct HeapStats {
-    /// Bytes that were added and not removed.
-    pub managed_bytes: u64,
-    /// Actual sizes of the live blocks.
-    pub live_bytes: u64,
-    /// The number of live blocks.
-    pub live_blocks: u64,
-    /// Bytes of the free extents.
-    pub free_bytes: u64,
-    /// Bytes of the free slots in slabs that contain live blocks.
-    pub slab_free_bytes: u64,
-    /// The size of the longest free extent.
-    pub largest_free: u64,
-    /// The number of free extents.
-    pub free_extents: u64,
-}
-
-impl HeapStats {
-    /// Returns the fraction of the free memory outside the longest extent: 0 if all of it is in one
-    /// extent, near 1 if it is highly fragmented.
-    #[must_use]
-    pub fn fragmentation(&self) -> f64 {
-        if self.free_bytes == 0 {
-            return 0.0;
-        }
-        1.0 - self.largest_free as f64 / self.free_bytes as f64
-    }
-}
 
 impl Heap {
     /// An iterator over all entirely free ranges, in address order.
@@ -154,26 +118,6 @@ impl Heap {
     #[must_use]
     pub const fn managed_bytes(&self) -> u64 {
         self.managed_bytes
-    }
-
-    /// Returns the statistics. Visits every record to count the extents.
-    #[must_use]
-    pub fn stats(&self) -> HeapStats {
-        let free_bytes = self.free_bytes();
-        let (mut largest_free, mut free_extents) = (0, 0);
-        for extent in self.free_extents() {
-            largest_free = extent.range.len.max(largest_free);
-            free_extents += 1;
-        }
-        HeapStats {
-            managed_bytes: self.managed_bytes,
-            live_bytes: self.live_bytes,
-            live_blocks: self.live_blocks,
-            free_bytes,
-            slab_free_bytes: self.managed_bytes - self.live_bytes - free_bytes,
-            largest_free,
-            free_extents,
-        }
     }
 }
 

@@ -2,6 +2,3 @@
 
 mod bump;
 mod heap;
-mod model;
-#[path = "../shadow/mod.rs"]
-mod shadow;

@@ -13,13 +13,11 @@
 //! * the stamp of a free byte is at least every stamp it was added or freed with;
 //! * `None` and errors say what is true, and a refused call changes nothing;
 //! * the heap's own self-check passes.
-//!
-//! The property tests of this crate and its fuzz target drive it with the same [`Op`]s.
 #![expect(clippy::panic, reason = "a model says what is wrong by panicking")]
 
 use std::collections::BTreeMap;
 
-use aquifer_heap::{Config, Extent, Heap, HeapBlock, HeapError, HeapStats, Range};
+use aquifer_heap::{Config, Extent, Heap, HeapBlock, HeapError, Range};
 use std::ops::ControlFlow;
 
 /// Units of a window.
@@ -67,14 +65,14 @@ pub(crate) struct Shadow {
     live: BTreeMap<u64, HeapBlock>,
     freed: Vec<HeapBlock>,
     largest_stamp: u64,
-    /// Where each block went: equal for equal programs.
-    pub(crate) transcript: Vec<u64>,
 }
 
 /// All that a caller can see of a heap.
 #[derive(Debug, PartialEq)]
 struct Sight {
-    stats: HeapStats,
+    managed: u64,
+    live: u64,
+    blocks: u64,
     extents: Vec<Extent>,
 }
 
@@ -107,7 +105,6 @@ impl Shadow {
             live: BTreeMap::new(),
             freed: Vec::new(),
             largest_stamp: 0,
-            transcript: Vec::new(),
         }
     }
 
@@ -150,7 +147,7 @@ impl Shadow {
         }
         let sight = self.sight();
         self.verify(&sight);
-        assert_eq!(sight.stats.free_bytes, sight.stats.managed_bytes);
+        assert_eq!(self.heap.free_bytes(), sight.managed);
         for extent in sight.extents {
             assert_eq!(self.heap.remove(extent.range), Ok(extent.stamp));
         }
@@ -193,17 +190,19 @@ impl Shadow {
     }
 
     fn sight(&self) -> Sight {
-        let (stats, extents) = (self.heap.stats(), self.heap.free_extents().collect::<Vec<_>>());
-        for least in [1, stats.largest_free / 2 + 1, stats.largest_free] {
+        let heap = &self.heap;
+        let (extents, largest) = (heap.free_extents().collect::<Vec<_>>(), heap.largest_free());
+        for least in [1, largest / 2 + 1, largest] {
             let mut long = Vec::new();
-            let _ = self.heap.visit_free(least, |extent| {
+            let _ = heap.visit_free(least, |extent| {
                 long.push(extent);
                 ControlFlow::Continue(())
             });
             long.sort_by_key(|extent| extent.range.start);
             assert!(extents.iter().filter(|extent| extent.range.len >= least).eq(&long));
         }
-        Sight { stats, extents }
+        let (live, blocks) = (heap.live_bytes(), heap.live_blocks());
+        Sight { managed: heap.managed_bytes(), live, blocks, extents }
     }
 
     fn add(&mut self, range: Range, stamp: u64, segment: bool) -> bool {
@@ -292,7 +291,6 @@ impl Shadow {
 
     /// Takes up a new block.
     fn adopt(&mut self, block: HeapBlock) {
-        self.transcript.push(block.address);
         for cell in self.cells(block.range()) {
             assert!(cell.managed && cell.owner.is_none(), "{block:?} overlaps");
             cell.owner = Some(block.address);
@@ -420,23 +418,20 @@ impl Shadow {
     fn verify(&mut self, sight: &Sight) {
         assert_eq!(self.heap.check(), Ok(()));
         let unit = self.unit();
-        let Sight { stats, extents } = sight;
+        let Sight { managed, live, blocks, extents } = sight;
 
-        let live: u64 = self.live.values().map(|block| block.bytes).sum();
-        assert_eq!((stats.live_bytes, stats.live_blocks), (live, self.live.len() as u64));
-        let managed =
+        let own: u64 = self.live.values().map(|block| block.bytes).sum();
+        assert_eq!((*live, *blocks), (own, self.live.len() as u64));
+        let cells =
             self.windows.iter().flat_map(|(_, cells)| cells).filter(|cell| cell.managed).count();
-        assert_eq!(stats.managed_bytes, managed as u64 * unit);
-        assert_eq!(
-            stats.live_bytes + stats.free_bytes + stats.slab_free_bytes,
-            stats.managed_bytes
-        );
-        assert_eq!(stats.free_bytes, extents.iter().map(|extent| extent.range.len).sum::<u64>());
+        assert_eq!(*managed, cells as u64 * unit);
+        let free: u64 = extents.iter().map(|extent| extent.range.len).sum();
+        assert_eq!(self.heap.free_bytes(), free);
         let largest = extents.iter().map(|extent| extent.range.len).max().unwrap_or(0);
-        assert_eq!((stats.largest_free, self.heap.largest_free()), (largest, largest));
+        assert_eq!(self.heap.largest_free(), largest);
         let small_max = self.heap.config().small_max;
         if self.live.values().all(|block| block.bytes > small_max) {
-            assert_eq!(stats.slab_free_bytes, 0, "slabs keep memory without a block in them");
+            assert_eq!(live + free, *managed, "slabs keep memory without a block in them");
         }
 
         let border = self.heap.config().border;
