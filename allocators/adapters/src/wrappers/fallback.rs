@@ -1,7 +1,7 @@
 //! A second allocator for requests that the first refuses.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
-use super::{Owns, copy_bytes, empty_block};
+use super::{Owns, copy_bytes, empty_block, zero_after};
 use aquifer_core::{
     DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, impl_allocator,
 };
@@ -112,24 +112,11 @@ impl_allocator! {
             old: Layout,
             new: Layout,
         ) -> Result<NonNull<[u8]>, AllocError> {
-            if old.size() == 0 {
-                return self.allocate_zeroed(new);
-            }
-            if !self.first.owns(block) {
-                // SAFETY: guaranteed by the caller, and the block does not belong to `first`.
-                return unsafe { self.second.grow_zeroed(block, old, new) };
-            }
-            // SAFETY: guaranteed by the caller, and the block belongs to `first`. A refusal leaves
-            // it unchanged.
-            if let Ok(grown) = unsafe { self.first.grow_zeroed(block, old, new) } {
-                return Ok(grown);
-            }
-            let moved = self.second.allocate_zeroed(new)?;
-            // SAFETY: both blocks are live and have `old.size()` bytes.
-            unsafe { copy_bytes(block, moved, old.size()) };
-            // SAFETY: the caller gives up the block, and nothing reads it any more.
-            unsafe { self.first.deallocate(block, old) };
-            Ok(moved)
+            // SAFETY: guaranteed by the caller.
+            let grown = unsafe { self.grow(block, old, new) }?;
+            // SAFETY: the block is live, belongs to the caller, and has more than the old bytes.
+            unsafe { zero_after(grown, old.size()) };
+            Ok(grown)
         }
 
         unsafe fn shrink(

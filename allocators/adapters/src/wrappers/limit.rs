@@ -1,14 +1,14 @@
 //! A limit on live bytes, charged to a budget.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
-use super::{Owns, cut};
+use super::{LiveBlock, Rule};
 use aquifer_core::{
-    Budget, Charge, DeferReuse, DeviceId, Gate, MemoryError, Opaque, OpaqueBlock, OutOfBudget,
-    OutOfMemory, PoolStats, Request, Result as MemoryResult, impl_allocator,
+    Budget, Charge, DeviceId, MemoryError, Opaque, OpaqueBlock, OutOfBudget, OutOfMemory,
+    PoolStats, Request, Result as MemoryResult,
 };
 use std::{
     ptr::NonNull,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 /// An allocator, or a source of [`Opaque`] memory, whose live bytes are charged to a [`Budget`].
@@ -67,6 +67,10 @@ impl<A> Limit<A> {
         self.account.lock().as_ref().map_or(0, Charge::bytes)
     }
 
+    fn rule(&self) -> &Account {
+        &self.account
+    }
+
     /// Returns the upstream allocator.
     pub fn inner(&self) -> &A {
         &self.inner
@@ -74,17 +78,20 @@ impl<A> Limit<A> {
 }
 
 impl Account {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Charge>> {
+    fn lock(&self) -> MutexGuard<'_, Option<Charge>> {
         // Nothing unwinds while the lock is held.
         self.total.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    fn charge(&self, bytes: usize) -> Result<Charge, OutOfBudget> {
-        self.budget.charge(bytes as u64)
+impl Rule for Account {
+    type Grant = Charge;
+
+    fn admit(&self, bytes: usize) -> Option<Charge> {
+        self.budget.charge(bytes as u64).ok()
     }
 
-    /// Adds the charge of a new live block.
-    fn add(&self, charge: Charge) {
+    fn keep(&self, charge: Charge, _fresh: bool) {
         let mut total = self.lock();
         match total.as_mut() {
             None => *total = Some(charge),
@@ -93,7 +100,7 @@ impl Account {
         }
     }
 
-    fn release(&self, bytes: usize) {
+    fn release(&self, bytes: usize, _gone: bool) {
         let released = self.lock().as_mut().and_then(|all| all.split(bytes as u64));
         debug_assert!(
             released.is_some() || bytes == 0,
@@ -115,95 +122,7 @@ impl Drop for Account {
     }
 }
 
-impl_allocator! {
-    // SAFETY: 1. Every block belongs to the upstream allocator, cut to the requested size, which
-    // fits it. 2. A clone contains a clone of that allocator.
-    unsafe impl [A: Allocator] for Limit<A> {
-        fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            let charge = self.account.charge(layout.size()).map_err(|_| AllocError)?;
-            let block = self.inner.allocate(layout)?;
-            self.account.add(charge);
-            Ok(cut(block, layout.size()))
-        }
-
-        fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            let charge = self.account.charge(layout.size()).map_err(|_| AllocError)?;
-            let block = self.inner.allocate_zeroed(layout)?;
-            self.account.add(charge);
-            Ok(cut(block, layout.size()))
-        }
-
-        unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
-            // SAFETY: guaranteed by the caller. The block belongs to the upstream allocator.
-            unsafe { self.inner.deallocate(block, layout) };
-            self.account.release(layout.size());
-        }
-
-        unsafe fn grow(
-            &self,
-            block: NonNull<u8>,
-            old: Layout,
-            new: Layout,
-        ) -> Result<NonNull<[u8]>, AllocError> {
-            let charge = self.account.charge(new.size() - old.size()).map_err(|_| AllocError)?;
-            // SAFETY: guaranteed by the caller.
-            let block = unsafe { self.inner.grow(block, old, new)? };
-            self.account.add(charge);
-            Ok(cut(block, new.size()))
-        }
-
-        unsafe fn grow_zeroed(
-            &self,
-            block: NonNull<u8>,
-            old: Layout,
-            new: Layout,
-        ) -> Result<NonNull<[u8]>, AllocError> {
-            let charge = self.account.charge(new.size() - old.size()).map_err(|_| AllocError)?;
-            // SAFETY: guaranteed by the caller. `old` is exact, so all bytes after it become zero.
-            let block = unsafe { self.inner.grow_zeroed(block, old, new)? };
-            self.account.add(charge);
-            Ok(cut(block, new.size()))
-        }
-
-        unsafe fn shrink(
-            &self,
-            block: NonNull<u8>,
-            old: Layout,
-            new: Layout,
-        ) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: guaranteed by the caller.
-            let block = unsafe { self.inner.shrink(block, old, new)? };
-            self.account.release(old.size() - new.size());
-            Ok(cut(block, new.size()))
-        }
-    }
-}
-
-// SAFETY: all blocks belong to the upstream allocator, which gives this guarantee.
-unsafe impl<A: DeferReuse> DeferReuse for Limit<A> {
-    fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
-        self.inner.defer(address, until)
-    }
-}
-
-// SAFETY: all blocks belong to the upstream allocator.
-unsafe impl<A: Owns> Owns for Limit<A> {
-    fn owns(&self, block: NonNull<u8>) -> bool {
-        self.inner.owns(block)
-    }
-}
-
-/// The charge of a live opaque block. Dropped when its memory is free.
-struct BlockCharge {
-    account: Arc<Account>,
-    bytes: usize,
-}
-
-impl Drop for BlockCharge {
-    fn drop(&mut self) {
-        self.account.release(self.bytes);
-    }
-}
+adapter_with_rule!(Limit);
 
 impl<M: Opaque> Limit<M> {
     /// Returns the out-of-memory error that every source of device memory uses.
@@ -229,19 +148,20 @@ impl<M: Opaque> Opaque for Limit<M> {
     #[track_caller]
     fn allocate(&self, stream: &M::Stream, request: Request) -> MemoryResult<M::Block> {
         let bytes = request.size() as usize;
-        let charge = match self.account.charge(bytes) {
+        let budget = &self.account.budget;
+        let charge = match budget.charge(bytes as u64) {
             Ok(charge) => charge,
             Err(_) => {
                 // Blocks whose last use has ended may still be charged, because their frees were
                 // not collected yet. A refused request never reaches the pool, so collect them
                 // here.
                 self.inner.trim(u64::MAX)?;
-                self.account.charge(bytes).map_err(|refused| self.refuse(bytes, refused))?
+                budget.charge(bytes as u64).map_err(|refused| self.refuse(bytes, refused))?
             }
         };
         let mut block = self.inner.allocate(stream, request)?;
-        self.account.add(charge);
-        block.keep_until_free(Box::new(BlockCharge { account: self.account.clone(), bytes }));
+        self.account.keep(charge, true);
+        block.keep_until_free(Box::new(LiveBlock { rule: self.account.clone(), bytes }));
         Ok(block)
     }
 

@@ -1,7 +1,7 @@
 //! Small blocks from one allocator, large ones from another.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
-use super::{Owns, copy_bytes};
+use super::{Owns, copy_bytes, zero_after};
 use aquifer_core::{
     DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, impl_allocator,
 };
@@ -120,21 +120,11 @@ impl_allocator! {
             old: Layout,
             new: Layout,
         ) -> Result<NonNull<[u8]>, AllocError> {
-            if old.size() > self.threshold {
-                // SAFETY: guaranteed by the caller, and by its size the block belongs to `large`.
-                return unsafe { self.large.grow_zeroed(block, old, new) };
-            }
-            if new.size() <= self.threshold {
-                // SAFETY: guaranteed by the caller, and by its size the block belongs to `small`.
-                return unsafe { self.small.grow_zeroed(block, old, new) }.map(|block| self.truncate(block));
-            }
-            let moved = self.large.allocate_zeroed(new)?;
-            // SAFETY: 1. The block is live and has that many bytes. 2. So does the new one.
-            unsafe { copy_bytes(block, moved, old.size()) };
-            // SAFETY: the caller gives up the block, which by its size belongs to `small`, and
-            // nothing reads it any more.
-            unsafe { self.small.deallocate(block, old) };
-            Ok(moved)
+            // SAFETY: guaranteed by the caller.
+            let grown = unsafe { self.grow(block, old, new) }?;
+            // SAFETY: the block is live, belongs to the caller, and has more than the old bytes.
+            unsafe { zero_after(grown, old.size()) };
+            Ok(grown)
         }
 
         unsafe fn shrink(

@@ -1,12 +1,9 @@
 //! Attribution of allocations to a tag.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
-use super::Owns;
-use aquifer_core::{
-    DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, Tag,
-    impl_allocator, tagged,
-};
-use std::{ptr::NonNull, sync::Arc};
+use super::Rule;
+use aquifer_core::{DeviceId, Opaque, PoolStats, Request, Result as MemoryResult, Tag, tagged};
+use std::ptr::NonNull;
 
 /// An allocator whose allocations all have one [`Tag`], independent of the current scope.
 ///
@@ -38,71 +35,31 @@ impl<A> Tagged<A> {
         self.tag
     }
 
+    fn rule(&self) -> &Tag {
+        &self.tag
+    }
+
     /// Returns the upstream allocator.
     pub fn inner(&self) -> &A {
         &self.inner
     }
 }
 
-impl_allocator! {
-    // SAFETY: every call is forwarded to the upstream allocator, which gives these guarantees.
-    unsafe impl [A: Allocator] for Tagged<A> {
-        fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            tagged(self.tag, || self.inner.allocate(layout))
-        }
+adapter_with_rule!(Tagged);
 
-        fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-            tagged(self.tag, || self.inner.allocate_zeroed(layout))
-        }
+impl Rule for Tag {
+    type Grant = ();
 
-        unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
-            // SAFETY: guaranteed by the caller.
-            unsafe { self.inner.deallocate(block, layout) };
-        }
-
-        unsafe fn grow(
-            &self,
-            block: NonNull<u8>,
-            old: Layout,
-            new: Layout,
-        ) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: guaranteed by the caller.
-            tagged(self.tag, || unsafe { self.inner.grow(block, old, new) })
-        }
-
-        unsafe fn grow_zeroed(
-            &self,
-            block: NonNull<u8>,
-            old: Layout,
-            new: Layout,
-        ) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: guaranteed by the caller.
-            tagged(self.tag, || unsafe { self.inner.grow_zeroed(block, old, new) })
-        }
-
-        unsafe fn shrink(
-            &self,
-            block: NonNull<u8>,
-            old: Layout,
-            new: Layout,
-        ) -> Result<NonNull<[u8]>, AllocError> {
-            // SAFETY: guaranteed by the caller.
-            tagged(self.tag, || unsafe { self.inner.shrink(block, old, new) })
-        }
+    fn admit(&self, _bytes: usize) -> Option<()> {
+        Some(())
     }
-}
 
-// SAFETY: all blocks belong to the upstream allocator, which gives this guarantee.
-unsafe impl<A: DeferReuse> DeferReuse for Tagged<A> {
-    fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
-        self.inner.defer(address, until)
-    }
-}
+    fn keep(&self, (): (), _fresh: bool) {}
 
-// SAFETY: all blocks belong to the upstream allocator.
-unsafe impl<A: Owns> Owns for Tagged<A> {
-    fn owns(&self, block: NonNull<u8>) -> bool {
-        self.inner.owns(block)
+    fn release(&self, _bytes: usize, _gone: bool) {}
+
+    fn within<R>(&self, call: impl FnOnce() -> R) -> R {
+        tagged(*self, call)
     }
 }
 

@@ -1,7 +1,6 @@
 //! The tests of this crate.
 
 mod arena;
-mod arena_model;
 mod collections;
 mod compose;
 mod conformance;
