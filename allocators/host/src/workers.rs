@@ -3,53 +3,57 @@
 //! The kernel places a page on the node of the thread that touches it first, unless a policy says
 //! otherwise. Several threads touch memory about ten times as fast as one. So [`Workers`] has
 //! threads for each node, bound to the CPUs of the node that the process may use, and runs jobs on
-//! them in pieces.
+//! them.
 //!
 //! ```text
-//!   submit(node, pieces, work)          node's queue              its workers
-//!     Job ◄────────── results ◄──────── [job: 0 1 2 3 …] ◄─── claim a piece, run it, next
+//!   submit(node, 4, work)          node's queue                    its workers
+//!                                  [work work work work] ◄─── take one, call it, next
 //! ```
 //!
-//! - Threads start when a job finds too few free ones. They spin briefly after a job, then sleep,
+//! - A task divides its work itself: each worker that runs it claims a part, and another one, until
+//!   nothing is left.
+//! - Threads start when a task finds too few free ones. They spin briefly after it, then sleep,
 //!   and end with the [`Workers`].
 //! - A thread is bound when it starts, to the CPUs that the process may then use on the node. If
 //!   the binding fails, as in sandboxes, the thread runs anywhere, and [`Workers::shortfall`]
 //!   reports it.
-//! - A piece that panics fails only its own job. A worker that dies is replaced.
-//! - A job whose deadline passes starts no further piece. Its results are dropped, by a worker if
-//!   necessary.
+//! - A panic ends the call of the task, and not the worker.
 //!
 //! A forked child process has none of its parent's threads. Its calls return
-//! [`WorkerError::Forked`] and [`JobError::Closed`] instead of waiting for them.
+//! [`WorkerError::Forked`] instead of waiting for them.
 //!
 //! # What workers keep
 //! Records that a worker makes lie on its node already and need no allocation per task, so no arena
 //! holds them. A staging worker reuses the list of a slot, which it touched first. A thread makes
-//! its own magazine. The data of a job (the list of its results, and the chunks of a transfer) is
-//! allocated once, by the submitter, in a few allocations. Workers read only some bytes of it for
-//! each chunk of megabytes.
+//! its own magazine. The data of a task (the chunks of a transfer) is allocated once, by the
+//! submitter, in a few allocations. Workers read only some bytes of it for each chunk of megabytes.
 
 mod error;
-mod job;
 mod worker_group;
 
 pub use error::WorkerError;
-pub use job::{Job, JobError};
 
 use crate::{
     kernel::{Kernel, is_forked_child},
     topology::{NodeId, Topology},
 };
-use std::{collections::BTreeMap, error::Error, fmt, num::NonZeroUsize, sync::Arc, time::Instant};
-use worker_group::{NodeBinding, WorkerGroup};
+use std::{
+    collections::BTreeMap,
+    num::NonZeroUsize,
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, RecvTimeoutError},
+    },
+    time::Instant,
+};
+use worker_group::{NodeBinding, Task, WorkerGroup};
 
 /// Worker threads for each NUMA node.
 ///
 /// ```
 /// use aquifer_host::{kernel::Kernel, topology::Topology, workers::Workers};
 /// let workers = Workers::new(&Topology::read()?, Kernel::new());
-/// let job = workers.submit(None, 8, None, |piece| piece * piece)?;
-/// assert_eq!(job.wait(None)?, [0, 1, 4, 9, 16, 25, 36, 49]);
+/// assert_eq!(workers.run(None, None, || 7 * 7)?, 49);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
@@ -91,22 +95,17 @@ impl Workers {
         }
     }
 
-    /// Queues a job for the workers of a node, or for unbound ones if `node` is `None`. `work` is
-    /// called once for each number below `pieces`, in that order, by several threads. Blocks only
-    /// while a worker starts.
-    ///
-    /// No piece starts after `deadline`. Dropping the [`Job`] cancels the pieces that have not
-    /// started.
+    /// Has up to `workers` threads of a node run `work`, each once, or unbound ones if `node` is
+    /// `None`. Blocks only while a worker starts.
     ///
     /// # Errors
-    /// [`WorkerError`]. An unknown node is an error. The job does not run elsewhere.
-    pub fn submit<R: Send + 'static>(
+    /// [`WorkerError`]. An unknown node is an error. The task does not run elsewhere.
+    pub fn submit(
         &self,
         node: Option<NodeId>,
-        pieces: usize,
-        deadline: Option<Instant>,
-        work: impl Fn(usize) -> R + Send + Sync + 'static,
-    ) -> Result<Job<R>, WorkerError> {
+        workers: usize,
+        work: impl Fn() + Send + Sync + 'static,
+    ) -> Result<(), WorkerError> {
         // This check comes first: a lock may be held by a thread that does not exist in this
         // process.
         if is_forked_child() {
@@ -120,28 +119,32 @@ impl Workers {
                 None => return Err(WorkerError::UnknownNode { node }),
             },
         };
-        group.ensure_threads(pieces)?;
-        let job = Job::new(pieces, deadline, work);
-        group.enqueue(job.work());
-        Ok(job)
+        let task: Task = Arc::new(work);
+        group.submit(workers, &task)
     }
 
     /// Runs `work` once on a worker of the node and waits for it.
     ///
     /// # Errors
-    /// [`RunError`]. A result that arrives after the deadline is dropped by the worker.
+    /// [`WorkerError::TimedOut`] and [`WorkerError::Lost`], or that the task was not accepted.
+    /// `work` does not begin after the deadline. A result that arrives after it is dropped by the
+    /// worker.
     pub fn run<R: Send + 'static>(
         &self,
         node: Option<NodeId>,
         deadline: Option<Instant>,
         work: impl Fn() -> R + Send + Sync + 'static,
-    ) -> Result<R, RunError> {
-        let job = self.submit(node, 1, deadline, move |_| work()).map_err(RunError::NotTaken)?;
-        let mut results = job.wait(None).map_err(RunError::NotDone)?;
-        results.pop().ok_or(RunError::NotDone(JobError::Closed))
+    ) -> Result<R, WorkerError> {
+        let (result, receiver) = mpsc::sync_channel(1);
+        self.submit(node, 1, move || {
+            if !is_past(deadline) {
+                let _ = result.send(work());
+            }
+        })?;
+        receive(&receiver, deadline)
     }
 
-    /// Returns [`WorkerError::Bind`] if any live worker of the node could not be bound. The first
+    /// Returns [`WorkerError::Bind`] if any worker of the node could not be bound. The first
     /// touch by such a worker does not determine the node of memory.
     #[must_use]
     pub fn shortfall(&self, node: NodeId) -> Option<WorkerError> {
@@ -162,8 +165,7 @@ impl Workers {
 }
 
 impl Drop for Workers {
-    /// Ends the threads after their current pieces. Unfinished jobs return [`JobError::Closed`].
-    /// Does not wait.
+    /// Ends the threads after their current tasks. Does not wait.
     fn drop(&mut self) {
         if is_forked_child() {
             return;
@@ -173,32 +175,21 @@ impl Drop for Workers {
     }
 }
 
-/// Why [`Workers::run`] has no result.
-///
-/// See [`Workers`] for an example.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[non_exhaustive]
-pub enum RunError {
-    /// The job was not accepted.
-    NotTaken(WorkerError),
-    /// The job was accepted but not completed.
-    NotDone(JobError),
+/// Returns whether the deadline has passed.
+pub(crate) fn is_past(deadline: Option<Instant>) -> bool {
+    deadline.is_some_and(|deadline| Instant::now() >= deadline)
 }
 
-impl fmt::Display for RunError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NotTaken(error) => error.fmt(f),
-            Self::NotDone(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for RunError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::NotTaken(error) => Some(error),
-            Self::NotDone(error) => Some(error),
-        }
-    }
+/// Waits for a result of a worker. [`WorkerError::Lost`] if none will come.
+pub(crate) fn receive<R>(
+    results: &Receiver<R>,
+    deadline: Option<Instant>,
+) -> Result<R, WorkerError> {
+    let lost = || if is_past(deadline) { WorkerError::TimedOut } else { WorkerError::Lost };
+    let Some(until) = deadline else { return results.recv().map_err(|_| lost()) };
+    let left = until.saturating_duration_since(Instant::now());
+    results.recv_timeout(left).map_err(|error| match error {
+        RecvTimeoutError::Timeout => WorkerError::TimedOut,
+        RecvTimeoutError::Disconnected => lost(),
+    })
 }

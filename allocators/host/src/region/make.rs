@@ -22,7 +22,7 @@ use super::{
 use crate::{
     kernel::{Advice, Span},
     topology::NodeId,
-    workers::{JobError, RunError},
+    workers::WorkerError,
 };
 use aquifer_core::{Budget, Charge, SystemError};
 use aquifer_driver::{HostFlags, Relaxed};
@@ -359,17 +359,14 @@ impl<'a> RegionBuilder<'a> {
                     self.check_worker_binding();
                     answer
                 }
-                Err(RunError::NotTaken(error)) => {
+                Err(error @ (WorkerError::TimedOut | WorkerError::Lost)) => {
+                    let (step, cause) = (Step::DriverAlloc, error.into());
+                    return Err(AttemptFailure { charge: None, step, cause });
+                }
+                Err(error) => {
                     self.fell_short(Step::DriverAlloc, Cause::Workers(error));
                     self.unbound_touch = true;
                     allocate()
-                }
-                Err(RunError::NotDone(error)) => {
-                    let cause = match error {
-                        JobError::TimedOut { .. } => Cause::TimedOut,
-                        error => Cause::Job(RunError::NotDone(error)),
-                    };
-                    return Err(AttemptFailure { charge: None, step: Step::DriverAlloc, cause });
                 }
             };
         match answer {

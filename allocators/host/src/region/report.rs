@@ -1,10 +1,6 @@
 //! Reports of how a region was created, and its errors.
 
-use crate::{
-    kernel::MapPages,
-    topology::NodeId,
-    workers::{RunError, WorkerError},
-};
+use crate::{kernel::MapPages, topology::NodeId, workers::WorkerError};
 use aquifer_core::{DriverError, MemoryError, OutOfBudget, SystemError};
 use std::{error, fmt};
 
@@ -155,10 +151,8 @@ pub enum Cause {
     System(SystemError),
     /// A driver call failed.
     Driver(DriverError),
-    /// The workers rejected the job.
+    /// The workers did not accept the task, or have lost it.
     Workers(WorkerError),
-    /// The workers did not finish the job.
-    Job(RunError),
     /// There is no driver.
     NoDriver,
     /// The machine has no such node.
@@ -311,6 +305,15 @@ impl fmt::Display for Step {
     }
 }
 
+impl From<WorkerError> for Cause {
+    fn from(error: WorkerError) -> Self {
+        match error {
+            WorkerError::TimedOut => Self::TimedOut,
+            error => Self::Workers(error),
+        }
+    }
+}
+
 impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -319,7 +322,6 @@ impl fmt::Display for Cause {
             Self::System(e) => e.fmt(f),
             Self::Driver(e) => e.fmt(f),
             Self::Workers(e) => e.fmt(f),
-            Self::Job(e) => e.fmt(f),
             Self::NoDriver => f.write_str("there is no driver"),
             Self::UnknownNode(node) => write!(f, "there is no {node} here"),
             Self::NumaOff => f.write_str("AQUIFER_NUMA=off: nodes are not looked at"),
@@ -380,7 +382,6 @@ impl error::Error for RegionError {
             Cause::System(e) => Some(e),
             Cause::Driver(e) => Some(e),
             Cause::Workers(e) => Some(e),
-            Cause::Job(e) => Some(e),
             _ => None,
         }
     }
@@ -401,14 +402,7 @@ impl From<RegionError> for MemoryError {
             Cause::Workers(WorkerError::Bind { error, .. } | WorkerError::Spawn { error }) => {
                 Self::System(error)
             }
-            Cause::NoDriver => Self::Unsupported { feature: "pinned memory without a driver" },
-            Cause::UnknownNode(_) | Cause::NumaOff | Cause::NoCpus(_) | Cause::Workers(_) => {
-                Self::Unsupported { feature: "memory on that NUMA node" }
-            }
-            Cause::Misplaced { .. } => {
-                Self::Unsupported { feature: "every page on the wanted NUMA node" }
-            }
-            Cause::Job(_)
+            Cause::Workers(WorkerError::Lost)
             | Cause::HugePages { .. }
             | Cause::NotHuge
             | Cause::NotOffered
@@ -418,6 +412,13 @@ impl From<RegionError> for MemoryError {
             | Cause::Writable
             | Cause::Cached
             | Cause::Untellable => Self::Unsupported { feature: "populating pinned memory" },
+            Cause::NoDriver => Self::Unsupported { feature: "pinned memory without a driver" },
+            Cause::UnknownNode(_) | Cause::NumaOff | Cause::NoCpus(_) | Cause::Workers(_) => {
+                Self::Unsupported { feature: "memory on that NUMA node" }
+            }
+            Cause::Misplaced { .. } => {
+                Self::Unsupported { feature: "every page on the wanted NUMA node" }
+            }
         }
     }
 }

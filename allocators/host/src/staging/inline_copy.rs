@@ -18,14 +18,14 @@ use super::{
     parts::Parts,
     permit::Permit,
     plan::{Direction, Endpoint, HostEnd, Move, Part, TransferPlan},
-    pump::queue_moves,
-    stores::{self, Stores},
+    pump::{copy_host, queue_moves},
+    stores::Stores,
     transfer::Transfer,
 };
 use aquifer_core::{MemoryError, Result as MemoryResult};
 use aquifer_driver::{HostAccess, RawStream};
 use aquifer_stream::Timeline;
-use std::{ptr::NonNull, sync::Arc};
+use std::sync::Arc;
 
 /// A remainder of at most this many bytes is not split. An additional copy costs as much time as 50
 /// KiB on the link.
@@ -372,22 +372,6 @@ fn cut_into(moves: &mut Vec<Move>, parts: &[Part], cuts: &[usize]) -> usize {
     at
 }
 
-/// Copies between a slot that begins at `start` and host memory.
-///
-/// # Safety
-/// 1. The moves lie in the slot. The source, slot or host memory, is readable. The destination is
-///    writable and not accessed by others.
-unsafe fn copy_host(direction: Direction, start: NonNull<u8>, moves: &[Move], stores: Stores) {
-    for item in moves {
-        let HostEnd::Memory(host) = item.host else { continue };
-        // SAFETY: 1. guaranteed by the caller.
-        let slot = unsafe { start.add(item.at) };
-        let (to, from) = if direction == Direction::Upload { (slot, host) } else { (host, slot) };
-        // SAFETY: 1. and 3. guaranteed by the caller. 2. slot memory is never borrowed elsewhere.
-        unsafe { stores::copy(to.as_ptr(), from.as_ptr(), item.bytes, stores) };
-    }
-}
-
 /// An optional lane whose slots are used on a stream. Its drop waits for that stream before it
 /// returns the lane.
 struct InlineLaneGuard<'a> {
@@ -447,7 +431,7 @@ mod tests {
     #[test]
     fn parts_are_cut_only_at_the_ends_of_pieces() {
         let host = |at| {
-            HostEnd::Memory(NonNull::without_provenance(std::num::NonZeroUsize::new(at).unwrap()))
+            HostEnd::Memory(std::ptr::NonNull::without_provenance(std::num::NonZeroUsize::new(at).unwrap()))
         };
         let part = |at, device, bytes| Part { host: host(at), device, bytes };
         let (mut moves, parts) =

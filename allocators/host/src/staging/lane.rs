@@ -7,7 +7,7 @@
 use super::{
     StageError,
     plan::Move,
-    submit::{Receipt, Submission},
+    submit::{Answer, Submission},
 };
 use crate::{PinnedBuf, PinnedPool, pool::IdleHolder};
 use aquifer_core::{MemoryError, Result};
@@ -15,10 +15,13 @@ use aquifer_driver::HostAccess;
 use aquifer_stream::{HostOwned, Point, Timeline};
 use bytemuck::{Pod, Zeroable};
 use std::{
-    mem::ManuallyDrop,
+    mem::{self, ManuallyDrop},
     ops::Range,
     ptr::NonNull,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        mpsc::{self, Receiver},
+    },
     thread,
     time::Duration,
 };
@@ -48,10 +51,8 @@ pub(super) struct Slot {
     /// The epoch that ends the copies in flight between the slot and the device, on the stream of
     /// these copies.
     busy: Option<u64>,
-    /// The copies have been submitted. The slot must not be touched before the receipt holds the
-    /// result.
-    submitted: bool,
-    receipt: Arc<Receipt>,
+    /// The copies have been submitted. The slot must not be touched before the answer.
+    submitted: Option<Receiver<Answer>>,
 }
 
 impl Slot {
@@ -65,13 +66,15 @@ impl Slot {
     }
 
     pub(super) fn is_busy(&self) -> bool {
-        self.submitted || self.busy.is_some()
+        self.submitted.is_some() || self.busy.is_some()
     }
 
     /// Marks the slot busy and returns its copies for submission.
     pub(super) fn start_submission(&mut self) -> Submission {
-        self.submitted = true;
-        Submission::new(self.start(), std::mem::take(&mut self.moves), self.receipt.clone())
+        debug_assert!(!self.is_busy(), "the slot is still in use");
+        let (answer, receipt) = mpsc::sync_channel(1);
+        self.submitted = Some(receipt);
+        Submission { start: self.start(), moves: mem::take(&mut self.moves), answer }
     }
 
     /// Waits until submitted copies of this slot have been queued on the stream `on`, and updates
@@ -80,14 +83,13 @@ impl Slot {
     /// # Errors
     /// The error of queueing the copies. The slot stays busy, since some may have been queued.
     fn finish_submission(&mut self, on: &Timeline) -> std::result::Result<(), StageError> {
-        if !self.submitted {
-            return Ok(());
-        }
-        let result = self.receipt.wait();
-        self.submitted = false;
-        self.moves = result.moves;
-        self.busy = Some(result.epoch.unwrap_or_else(|| on.open()));
-        result.queued
+        let Some(receipt) = self.submitted.take() else { return Ok(()) };
+        let Ok(answer) = receipt.recv() else {
+            self.mark_busy(on);
+            return Err(StageError::WorkerLost);
+        };
+        (self.moves, self.busy) = (answer.moves, Some(answer.epoch));
+        answer.queued
     }
 
     /// Reports a CPU access to some bytes of the slot to the driver's observer, if there is one.
@@ -114,8 +116,7 @@ impl Lane {
     fn new(pool: &PinnedPool, slots: usize, bytes: usize) -> Result<Self> {
         let slot = || {
             let pages = pool.buffer(bytes.div_ceil(Page::BYTES))?;
-            let receipt = Arc::new(Receipt::default());
-            Ok(Slot { pages, moves: Vec::new(), bytes: 0, busy: None, submitted: false, receipt })
+            Ok(Slot { pages, moves: Vec::new(), bytes: 0, busy: None, submitted: None })
         };
         Ok(Self { slots: (0..slots).map(|_| slot()).collect::<Result<_>>()? })
     }
@@ -186,12 +187,12 @@ pub(super) struct Lanes {
     slots: usize,
     slot_bytes: usize,
     limit: usize,
-    state: Mutex<State>,
+    state: Mutex<LaneCounts>,
     /// Signalled when a lane is returned or removed.
     changed: Condvar,
 }
 
-struct State {
+struct LaneCounts {
     idle: Vec<Lane>,
     /// Number of lanes, including those being created.
     count: usize,
@@ -211,12 +212,17 @@ impl Lanes {
             slots,
             slot_bytes,
             limit,
-            state: Mutex::new(State { idle: Vec::new(), count: 0, waiting: 0, reclaim_holds: 0 }),
+            state: Mutex::new(LaneCounts {
+                idle: Vec::new(),
+                count: 0,
+                waiting: 0,
+                reclaim_holds: 0,
+            }),
             changed: Condvar::new(),
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, LaneCounts> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -307,7 +313,7 @@ impl Lanes {
     }
 
     /// Notifies all waiting threads: a single one may have given up in the meantime.
-    fn notify_waiters(&self, state: &State) {
+    fn notify_waiters(&self, state: &LaneCounts) {
         if state.waiting > 0 {
             self.changed.notify_all();
         }
@@ -354,7 +360,7 @@ impl Lanes {
             let mut state = self.lock();
             state.count -= state.idle.len();
             self.notify_waiters(&state);
-            std::mem::take(&mut state.idle)
+            mem::take(&mut state.idle)
         };
         idle.iter().flat_map(|lane| &lane.slots).map(|slot| slot.capacity() as u64).sum()
     }

@@ -16,6 +16,7 @@ use super::{
     lane::Lane,
     plan::{Cursor, Direction, Endpoint, HostEnd, Move},
     stores::{self, Stores},
+    submit::{Answer, Submission},
     transfer::Transfer,
 };
 use aquifer_core::{MemoryError, Result as MemoryResult, panics::contain};
@@ -111,7 +112,7 @@ impl Transfer {
             }
             lane.wait(first, self.transfer_stream.timeline())?;
             if !self.is_stopped() {
-                self.empty(lane, first)?;
+                self.copy_slot(lane, first, HostAccess::Read)?;
                 self.add_done(lane.slots[first].bytes);
             }
             (first, full) = ((first + 1) % slots, full - 1);
@@ -136,55 +137,63 @@ impl Transfer {
     /// Fills a slot that no copy reads.
     fn fill(&self, lane: &mut Lane, slot: usize, cursor: &mut Cursor) -> Result<()> {
         self.load(lane, slot, cursor);
-        lane.report_access(slot, self.transfer_stream.timeline(), HostAccess::Write);
+        self.copy_slot(lane, slot, HostAccess::Write)
+    }
+
+    /// Copies the content of a slot to its destination, or from its source. No copy of the device
+    /// touches it.
+    fn copy_slot(&self, lane: &mut Lane, slot: usize, access: HostAccess) -> Result<()> {
+        lane.report_access(slot, self.transfer_stream.timeline(), access);
         let slot = &mut lane.slots[slot];
-        let start = slot.start();
+        let (start, stores) = (slot.start(), self.stores());
         for item in &slot.moves {
-            // SAFETY: 1. `load` only creates moves inside the slot.
-            let to = unsafe { start.add(item.at) };
-            match item.host {
-                HostEnd::Memory(from) => {
-                    // SAFETY: 1. the part is readable until the transfer is finished, and the slot
-                    // contains the move. 2. slot memory is never borrowed elsewhere. 3. the part is
-                    // borrowed for reading, so it is not written, and the slot belongs to this
-                    // lane.
-                    unsafe {
-                        stores::copy(to.as_ptr(), from.as_ptr(), item.bytes, self.stores());
-                    }
-                }
-                HostEnd::File(offset) => {
-                    // SAFETY: 1. initialised bytes inside the slot, to which this lane has
-                    // exclusive access.
-                    let into = unsafe { NonNull::slice_from_raw_parts(to, item.bytes).as_mut() };
-                    self.read(offset, into)?;
-                }
+            if let HostEnd::File(offset) = item.host {
+                // SAFETY: 1. `load` only creates moves inside the slot. 2. initialised bytes, to
+                // which this lane has exclusive access.
+                let bytes = unsafe {
+                    NonNull::slice_from_raw_parts(start.add(item.at), item.bytes).as_mut()
+                };
+                self.copy_file(offset, bytes)?;
             }
         }
+        // SAFETY: 1. `load` only creates moves inside the slot, which belongs to this lane. The
+        // parts are readable, or writable and not accessed by others, until the transfer is
+        // finished.
+        unsafe { copy_host(self.plan.direction, start, &slot.moves, stores) };
         Ok(())
     }
 
-    /// Fills `into` from the source.
-    fn read(&self, mut offset: u64, mut into: &mut [u8]) -> Result<()> {
-        let Some(Endpoint::Source(source)) = self.plan.endpoint else { return Ok(()) };
-        // SAFETY: 1. the source outlives the transfer, which has not finished.
-        let source = unsafe { source.as_ref() };
-        while !into.is_empty() {
-            let read = contain(|| source.read_at(offset, into));
-            match read {
-                Some(Ok(0)) => {
-                    return Err(StageError::SourceEnded { offset, missing: into.len() as u64 });
+    /// Reads `bytes` from the source, or writes them to the sink.
+    fn copy_file(&self, mut offset: u64, mut bytes: &mut [u8]) -> Result<()> {
+        let Some(endpoint) = self.plan.endpoint else { return Ok(()) };
+        while !bytes.is_empty() {
+            // SAFETY: 1. the source or sink outlives the transfer, which has not finished.
+            let moved = contain(|| unsafe {
+                match endpoint {
+                    Endpoint::Source(source) => source.as_ref().read_at(offset, bytes),
+                    Endpoint::Sink(sink) => sink.as_ref().write_at(offset, bytes),
                 }
-                Some(Ok(read)) => {
+            });
+            let failed = |error| match endpoint {
+                Endpoint::Source(_) => StageError::Source { offset, error: Arc::new(error) },
+                Endpoint::Sink(_) => StageError::Sink { offset, error: Arc::new(error) },
+            };
+            match (moved, endpoint) {
+                (Some(Ok(0)), Endpoint::Source(_)) => {
+                    return Err(StageError::SourceEnded { offset, missing: bytes.len() as u64 });
+                }
+                (Some(Ok(0)), Endpoint::Sink(_)) => {
+                    return Err(failed(io::ErrorKind::WriteZero.into()));
+                }
+                (Some(Ok(moved)), _) => {
                     // A source may report more bytes than requested.
-                    let read = read.min(into.len());
-                    into = &mut into[read..];
-                    offset += read as u64;
+                    let moved = moved.min(bytes.len());
+                    bytes = &mut bytes[moved..];
+                    offset += moved as u64;
                 }
-                Some(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                Some(Err(error)) => {
-                    return Err(StageError::Source { offset, error: Arc::new(error) });
-                }
-                None => return Err(StageError::SourcePanicked { offset }),
+                (Some(Err(error)), _) if error.kind() == io::ErrorKind::Interrupted => {}
+                (Some(Err(error)), _) => return Err(failed(error)),
+                (None, _) => return Err(StageError::SourcePanicked { offset }),
             }
             if self.is_stopped() {
                 return Err(StageError::Cancelled);
@@ -196,84 +205,46 @@ impl Transfer {
     /// Submits the copies between a slot and the device, with an event behind them. This thread or
     /// the current combiner queues them. The result is known when the slot is waited for.
     fn queue(&self, lane: &mut Lane, slot: usize) {
-        let Some(combiner) = self.submissions.submit(lane.slots[slot].start_submission()) else {
-            return;
-        };
         let on = self.transfer_stream.timeline();
-        while let Some(submission) = combiner.next() {
+        self.submissions.submit(lane.slots[slot].start_submission(), |submission| {
+            let Submission { start, moves, answer } = submission;
             // SAFETY: 1. `load` only creates moves inside the slot. The slot stays alive and unused
             // until the event behind the copies has completed: only then does its worker get it
             // back, and the worker does not leave before. The operands stay alive until the
             // transfer is finished, which is later. 2. the stream waits for the operands' earlier
             // uses, and their owners have lent them to the transfer.
-            let queued = unsafe {
-                queue_moves(on, self.plan.direction, submission.start, &submission.moves)
-            };
+            let queued = unsafe { queue_moves(on, self.plan.direction, start, &moves) };
             // Record an event after an error too, since some copies may have been queued.
             let epoch = on.open();
-            let fenced = on.fence(epoch).map(drop);
-            submission.complete(epoch, queued.and(fenced));
-        }
+            let queued = queued.and(on.fence(epoch).map(drop)).map_err(StageError::Memory);
+            // The slot's worker waits for the answer.
+            let _ = answer.send(Answer { moves, epoch, queued });
+        });
     }
 
     fn stores(&self) -> Stores {
         let state = self.shared.direction_state(self.plan.direction);
         state.stores.resolve(self.plan.direction, self.plan.total(), state.slots, state.cache)
     }
+}
 
-    /// Copies the content of a slot, written by the device, to its destination.
-    fn empty(&self, lane: &mut Lane, slot: usize) -> Result<()> {
-        lane.report_access(slot, self.transfer_stream.timeline(), HostAccess::Read);
-        let slot = &mut lane.slots[slot];
-        let start = slot.start();
-        for item in &slot.moves {
-            // SAFETY: 1. `load` only creates moves inside the slot.
-            let from = unsafe { start.add(item.at) };
-            match item.host {
-                HostEnd::Memory(to) => {
-                    // SAFETY: 1. the part is writable until the transfer is finished, and the slot
-                    // contains the move. 2. slot memory is never borrowed elsewhere. 3. the
-                    // transfer has exclusive access to the part, and no copy touches the slot.
-                    unsafe {
-                        stores::copy(to.as_ptr(), from.as_ptr(), item.bytes, self.stores());
-                    }
-                }
-                HostEnd::File(offset) => {
-                    // SAFETY: 1. initialised bytes inside the slot, which is not written.
-                    let bytes = unsafe { NonNull::slice_from_raw_parts(from, item.bytes).as_ref() };
-                    self.write(offset, bytes)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Writes `from` to the sink.
-    fn write(&self, mut offset: u64, mut from: &[u8]) -> Result<()> {
-        let Some(Endpoint::Sink(sink)) = self.plan.endpoint else { return Ok(()) };
-        // SAFETY: 1. the sink outlives the transfer, which has not finished.
-        let sink = unsafe { sink.as_ref() };
-        while !from.is_empty() {
-            match contain(|| sink.write_at(offset, from)) {
-                Some(Ok(0)) => {
-                    let error = Arc::new(io::ErrorKind::WriteZero.into());
-                    return Err(StageError::Sink { offset, error });
-                }
-                Some(Ok(written)) => {
-                    let written = written.min(from.len());
-                    from = &from[written..];
-                    offset += written as u64;
-                }
-                Some(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                Some(Err(error)) => {
-                    return Err(StageError::Sink { offset, error: Arc::new(error) });
-                }
-                None => return Err(StageError::SourcePanicked { offset }),
-            }
-            if self.is_stopped() {
-                return Err(StageError::Cancelled);
-            }
-        }
-        Ok(())
+/// Copies between a slot that begins at `start` and host memory.
+///
+/// # Safety
+/// 1. The moves lie in the slot. The source, slot or host memory, is readable. The destination is
+///    writable and not accessed by others.
+pub(super) unsafe fn copy_host(
+    direction: Direction,
+    start: NonNull<u8>,
+    moves: &[Move],
+    stores: Stores,
+) {
+    for item in moves {
+        let HostEnd::Memory(host) = item.host else { continue };
+        // SAFETY: 1. guaranteed by the caller.
+        let slot = unsafe { start.add(item.at) };
+        let (to, from) = if direction == Direction::Upload { (slot, host) } else { (host, slot) };
+        // SAFETY: 1. and 3. guaranteed by the caller. 2. slot memory is never borrowed elsewhere.
+        unsafe { stores::copy(to.as_ptr(), from.as_ptr(), item.bytes, stores) };
     }
 }

@@ -14,44 +14,20 @@
 #![expect(unsafe_code, reason = "sends a slot's address to another thread; holds no unsafe block")]
 
 use super::{StageError, plan::Move};
-use aquifer_core::Result as MemoryResult;
 use std::{
-    cell::Cell,
     collections::VecDeque,
-    hint,
+    mem::{self, ManuallyDrop},
     ptr::NonNull,
-    sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Mutex, MutexGuard, PoisonError, mpsc::SyncSender},
 };
 
-/// Spin iterations of a waiting thread before it sleeps. They cover more than the time that the
-/// driver needs for the copies of all workers.
-const SPINS: u32 = 2000;
-
-/// The copies of one transfer that are on their way to the driver.
-#[derive(Default)]
-pub(super) struct Submissions {
-    state: Mutex<State>,
-}
-
-#[derive(Default)]
-struct State {
-    /// In the order of submission.
-    waiting: VecDeque<Submission>,
-    /// A thread is queueing copies. It checks `waiting` again before it stops.
-    busy: bool,
-}
-
-/// The copies of one slot. The slot must not be touched until they are
-/// [completed](Submission::complete).
+/// The copies of one slot. The slot must not be touched before the answer. If this is dropped
+/// without one, its worker sees that.
 pub(super) struct Submission {
     /// The slot's first byte.
     pub(super) start: NonNull<u8>,
     pub(super) moves: Vec<Move>,
-    /// Receives the answer. `None` after that.
-    receipt: Option<Arc<Receipt>>,
+    pub(super) answer: SyncSender<Answer>,
 }
 
 // SAFETY: 1. the address of a slot. Its worker does not touch the slot until it is answered, and
@@ -59,152 +35,65 @@ pub(super) struct Submission {
 unsafe impl Send for Submission {}
 
 /// The result of a submission.
-pub(super) struct SubmissionResult {
+pub(super) struct Answer {
     pub(super) moves: Vec<Move>,
-    /// The epoch of the transfer's stream that ends with the copies. `None` if it is unknown how
-    /// many were queued.
-    pub(super) epoch: Option<u64>,
+    /// The epoch of the transfer's stream that ends with the copies.
+    pub(super) epoch: u64,
     pub(super) queued: Result<(), StageError>,
 }
 
-/// Receives the results of a slot's submissions. Created once for each slot.
+/// The copies of one transfer that are on their way to the driver.
 #[derive(Default)]
-pub(super) struct Receipt {
-    state: Mutex<ReceiptState>,
-    completed: Condvar,
-    /// An answer is available.
-    ready: AtomicBool,
-}
+pub(super) struct Submissions(Mutex<Combining>);
 
 #[derive(Default)]
-struct ReceiptState {
-    result: Option<SubmissionResult>,
-    /// The worker sleeps. Checked first, because a notification is a system call even without
-    /// waiters.
-    asleep: bool,
-}
-
-impl Submission {
-    pub(super) fn new(start: NonNull<u8>, moves: Vec<Move>, receipt: Arc<Receipt>) -> Self {
-        receipt.ready.store(false, Ordering::Relaxed);
-        Self { start, moves, receipt: Some(receipt) }
-    }
-
-    /// Hands the slot back to its worker. Its copies end with `epoch`, or failed.
-    pub(super) fn complete(mut self, epoch: u64, queued: MemoryResult<()>) {
-        self.send(Some(epoch), queued.map_err(StageError::Memory));
-    }
-
-    fn send(&mut self, epoch: Option<u64>, queued: Result<(), StageError>) {
-        if let Some(receipt) = self.receipt.take() {
-            receipt.complete(SubmissionResult {
-                moves: std::mem::take(&mut self.moves),
-                epoch,
-                queued,
-            });
-        }
-    }
-}
-
-impl Drop for Submission {
-    /// Answers with an error if there was no answer. The worker would wait forever otherwise.
-    fn drop(&mut self) {
-        self.send(None, Err(StageError::WorkerLost));
-    }
-}
-
-impl Receipt {
-    fn lock(&self) -> MutexGuard<'_, ReceiptState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn complete(&self, result: SubmissionResult) {
-        let mut state = self.lock();
-        state.result = Some(result);
-        let asleep = state.asleep;
-        // Set after the answer is stored, and under the lock, so that the worker cannot take the
-        // answer before.
-        self.ready.store(true, Ordering::Release);
-        drop(state);
-        if asleep {
-            self.completed.notify_one();
-        }
-    }
-
-    /// Returns the result of the submission. Blocks until a thread has handed it to the driver.
-    pub(super) fn wait(&self) -> SubmissionResult {
-        for _ in 0..SPINS {
-            if self.ready.load(Ordering::Acquire) {
-                break;
-            }
-            hint::spin_loop();
-        }
-        let mut state = self.lock();
-        loop {
-            if let Some(result) = state.result.take() {
-                state.asleep = false;
-                return result;
-            }
-            state.asleep = true;
-            state = self.completed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
+struct Combining {
+    /// In the order of submission.
+    waiting: VecDeque<Submission>,
+    /// A thread is queueing copies. It checks `waiting` again before it stops.
+    busy: bool,
 }
 
 impl Submissions {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Combining> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues a submission. Never blocks.
-    ///
-    /// If a [`Combiner`] is returned, the caller must queue this submission and all that arrive
-    /// during the turn. Otherwise another thread does.
-    pub(super) fn submit(&self, submission: Submission) -> Option<Combiner<'_>> {
+    /// Enqueues a submission. If no other thread is queueing copies, this one calls `queue` with
+    /// the submission and all that arrive meanwhile.
+    pub(super) fn submit(&self, submission: Submission, mut queue: impl FnMut(Submission)) {
+        {
+            let mut state = self.lock();
+            state.waiting.push_back(submission);
+            if mem::replace(&mut state.busy, true) {
+                return;
+            }
+        }
+        let turn = Turn(self);
+        while let Some(next) = self.next() {
+            queue(next);
+        }
+        // `next` has ended the turn, and another thread may have it now.
+        let _over = ManuallyDrop::new(turn);
+    }
+
+    /// Returns the next submission. `None` ends the turn, under the same lock as the check: a
+    /// thread that submits after it takes the next turn.
+    fn next(&self) -> Option<Submission> {
         let mut state = self.lock();
-        state.waiting.push_back(submission);
-        if std::mem::replace(&mut state.busy, true) {
-            None
-        } else {
-            Some(Combiner { submissions: self, over: Cell::new(false) })
-        }
-    }
-}
-
-/// The turn of one thread as the combiner: it queues the submissions of all threads. It ends when
-/// none is left. If it is dropped early, the waiting workers are answered with an error.
-pub(super) struct Combiner<'a> {
-    submissions: &'a Submissions,
-    /// No submission was left. Another thread may have the turn now.
-    over: Cell<bool>,
-}
-
-impl Combiner<'_> {
-    /// Returns the next submission. `None` ends the turn.
-    pub(super) fn next(&self) -> Option<Submission> {
-        let mut state = self.submissions.lock();
+        debug_assert!(state.busy, "another thread has ended the turn");
         let next = state.waiting.pop_front();
-        if next.is_none() {
-            // Under the same lock as the check: a thread that submits after it takes the next turn.
-            state.busy = false;
-            self.over.set(true);
-        }
+        state.busy = next.is_some();
         next
     }
 }
 
-impl Drop for Combiner<'_> {
+/// The turn of one thread. Dropped on unwind only: the waiting submissions get no answer.
+struct Turn<'a>(&'a Submissions);
+
+impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        // `thread::panicking` would be wrong here: a thread that is unwinding may take part in a
-        // transfer.
-        if self.over.get() {
-            return;
-        }
-        let left = {
-            let mut state = self.submissions.lock();
-            state.busy = false;
-            std::mem::take(&mut state.waiting)
-        };
+        let left = mem::take(&mut *self.0.lock());
         drop(left);
     }
 }
@@ -214,58 +103,65 @@ mod tests {
     use super::*;
     use std::{
         panic::{AssertUnwindSafe, catch_unwind},
+        sync::{
+            atomic::{AtomicBool, AtomicU64, Ordering},
+            mpsc::{Receiver, sync_channel},
+        },
         thread,
     };
 
-    fn submission(receipt: &Arc<Receipt>) -> Submission {
-        Submission::new(NonNull::dangling(), Vec::new(), receipt.clone())
+    fn submission() -> (Submission, Receiver<Answer>) {
+        let (answer, receipt) = sync_channel(1);
+        (Submission { start: NonNull::dangling(), moves: Vec::new(), answer }, receipt)
     }
 
     #[test]
     fn one_combiner_at_a_time_queues_all_submissions_and_completes_each_once() {
         let submissions = Submissions::default();
-        let (busy, queued) = (AtomicBool::new(false), Mutex::new(0u64));
+        let (busy, queued) = (AtomicBool::new(false), AtomicU64::new(0));
+        let queue = |next: Submission| {
+            assert!(!busy.swap(true, Ordering::Relaxed), "two at once");
+            let epoch = queued.fetch_add(1, Ordering::Relaxed);
+            busy.store(false, Ordering::Relaxed);
+            next.answer.send(Answer { moves: next.moves, epoch, queued: Ok(()) }).unwrap();
+        };
         thread::scope(|threads| {
             for _ in 0..4 {
                 threads.spawn(|| {
-                    let receipt = Arc::new(Receipt::default());
                     for _ in 0..500 {
-                        if let Some(combiner) = submissions.submit(submission(&receipt)) {
-                            while let Some(next) = combiner.next() {
-                                assert!(!busy.swap(true, Ordering::Relaxed), "two at once");
-                                let epoch = {
-                                    let mut queued = queued.lock().unwrap();
-                                    *queued += 1;
-                                    *queued
-                                };
-                                busy.store(false, Ordering::Relaxed);
-                                next.complete(epoch, Ok(()));
-                            }
-                        }
-                        let result = receipt.wait();
-                        assert!(result.queued.is_ok() && result.epoch.is_some());
+                        let (next, receipt) = submission();
+                        submissions.submit(next, queue);
+                        assert!(receipt.recv().unwrap().queued.is_ok());
                     }
                 });
             }
         });
-        assert_eq!(*queued.lock().unwrap(), 4 * 500);
+        assert_eq!(queued.load(Ordering::Relaxed), 4 * 500);
     }
 
     #[test]
-    fn panic_of_the_combiner_completes_all_submissions_with_an_error() {
+    fn panic_of_the_combiner_leaves_all_submissions_without_an_answer() {
         let submissions = Submissions::default();
-        let [mine, others] = [0, 1].map(|_| Arc::new(Receipt::default()));
+        let ([mine, other], mut receipts) = {
+            let (all, receipts): (Vec<_>, Vec<_>) =
+                [(); 2].map(|()| submission()).into_iter().unzip();
+            (<[_; 2]>::try_from(all).ok().unwrap(), receipts)
+        };
+        let mut other = Some(other);
         let unwound = catch_unwind(AssertUnwindSafe(|| {
-            let combiner = submissions.submit(submission(&mine)).unwrap();
-            assert!(submissions.submit(submission(&others)).is_none(), "one turn at a time");
-            let _first = combiner.next();
-            panic!("on purpose");
+            submissions.submit(mine, |_first| {
+                let queue = |_| unreachable!("one turn at a time");
+                submissions.submit(other.take().unwrap(), queue);
+                panic!("on purpose");
+            });
         }));
         assert!(unwound.is_err());
-        for receipt in [&mine, &others] {
-            let result = receipt.wait();
-            assert!(matches!(result.queued, Err(StageError::WorkerLost)) && result.epoch.is_none());
-        }
-        assert!(submissions.submit(submission(&mine)).is_some(), "the turn is over");
+        assert!(receipts.iter().all(|receipt| receipt.recv().is_err()));
+        // The next submission has a turn of its own.
+        let (next, receipt) = submission();
+        receipts.push(receipt);
+        let mut turns = 0;
+        submissions.submit(next, |_| turns += 1);
+        assert_eq!(turns, 1);
     }
 }

@@ -17,7 +17,6 @@ use super::{
     plan::{Direction, TransferPlan},
     submit::Submissions,
 };
-use crate::workers::Job;
 use aquifer_core::panics::contain;
 use aquifer_driver::site;
 use aquifer_stream::{Stream, Timeline};
@@ -78,14 +77,14 @@ pub(super) struct Transfer {
     done: AtomicU64,
     /// The call site of the request.
     site: Option<&'static Location<'static>>,
-    state: Mutex<State>,
+    state: Mutex<TransferState>,
     /// Signalled when the transfer is finished.
     changed: Condvar,
     /// The same state for threads that spin.
     finished: AtomicBool,
 }
 
-struct State {
+struct TransferState {
     /// Number of current participants.
     running: usize,
     /// The first error.
@@ -103,7 +102,6 @@ struct State {
 struct TransferResources {
     permit: Option<Permit>,
     keep_alive: Option<KeepAlive>,
-    job: Option<Job<()>>,
 }
 
 impl Transfer {
@@ -115,7 +113,7 @@ impl Transfer {
         permit: Permit,
     ) -> Arc<Self> {
         let resources = TransferResources { permit: Some(permit), ..TransferResources::default() };
-        let state = State {
+        let state = TransferState {
             running: 0,
             error: None,
             over: false,
@@ -139,7 +137,7 @@ impl Transfer {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, TransferState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -165,20 +163,14 @@ impl Transfer {
             let submitted =
                 direction.lanes.ensure(wanted + 1).map_err(StageError::Memory).and_then(|()| {
                     let transfer = self.clone();
-                    let work = move |_| transfer.run_as_worker();
+                    let work = move || transfer.run_as_worker();
                     direction
                         .workers
-                        .submit(self.shared.node, wanted, None, work)
+                        .submit(self.shared.node, wanted, work)
                         .map_err(StageError::Workers)
                 });
-            match submitted {
-                Ok(job) => {
-                    let mut state = self.lock();
-                    if !state.over {
-                        state.resources.job = Some(job);
-                    }
-                }
-                Err(error) => self.fail(error),
+            if let Err(error) = submitted {
+                self.fail(error);
             }
         }
         self.finish_if_over();
@@ -281,7 +273,7 @@ impl Transfer {
             }
             std::mem::take(&mut state.resources)
         };
-        let TransferResources { permit, keep_alive, job } = resources;
+        let TransferResources { permit, keep_alive } = resources;
         // Before the wake-ups, so that a woken thread finds a permit.
         drop(permit);
         let wakers = {
@@ -295,7 +287,6 @@ impl Transfer {
         for waker in wakers {
             contain(|| waker.wake());
         }
-        drop(job);
         // Last, and without locks: the drop may run arbitrary code.
         contain(|| drop(keep_alive));
     }

@@ -4,7 +4,7 @@ use crate::topology::NodeId;
 use aquifer_core::SystemError;
 use std::{error, fmt};
 
-/// Why a job was not accepted, in which case no piece has run, or what is wrong with the workers.
+/// Why a task was not accepted or has no result, or what is wrong with the workers.
 ///
 /// See [`Workers`](crate::workers::Workers) for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,6 +34,10 @@ pub enum WorkerError {
     },
     /// The workers are threads of the parent process.
     Forked,
+    /// The deadline passed before the task was done.
+    TimedOut,
+    /// The task panicked, or the workers ended before it.
+    Lost,
 }
 
 impl fmt::Display for WorkerError {
@@ -46,6 +50,8 @@ impl fmt::Display for WorkerError {
             }
             Self::Spawn { error } => write!(f, "no worker could be started: {error}"),
             Self::Forked => f.write_str("the workers are the parent process's"),
+            Self::TimedOut => f.write_str("the deadline passed before the worker was done"),
+            Self::Lost => f.write_str("the worker panicked, or ended before the task"),
         }
     }
 }

@@ -1,5 +1,4 @@
-//! Tests of workers: where they run, jobs that panic, time out or are cancelled, and workers that
-//! die.
+//! Tests of workers: where they run, and tasks that panic or time out.
 #![expect(
     clippy::panic,
     clippy::unwrap_used,
@@ -11,19 +10,14 @@ use crate::support;
 use aquifer_host::{
     kernel::{Faults, Kernel, MapPages, SystemCall},
     topology::{Bitmap, NodeId, Topology},
-    workers::{JobError, RunError, WorkerError, Workers},
+    workers::{WorkerError, Workers},
 };
 use nix::libc;
 use std::{
     env, fs,
     num::NonZeroUsize,
     process,
-    sync::{
-        Arc, Barrier,
-        atomic::{AtomicUsize, Ordering},
-        mpsc,
-    },
-    thread,
+    sync::{Arc, Mutex, mpsc},
     time::{Duration, Instant},
 };
 
@@ -57,22 +51,29 @@ impl Drop for Bomb {
     }
 }
 
+/// Returns a task that waits until it is released, how to release it, and when it has begun.
+fn held() -> (impl Fn() + Send + Sync + 'static, mpsc::Sender<()>, mpsc::Receiver<()>) {
+    let (release, released) = mpsc::channel::<()>();
+    let (at_it, begun) = mpsc::channel();
+    let released = Mutex::new(released);
+    let task = move || {
+        let _ = at_it.send(());
+        let _ = released.lock().unwrap().recv();
+    };
+    (task, release, begun)
+}
+
 #[test]
-fn each_piece_runs_once_and_results_come_in_order() {
+fn each_of_several_workers_runs_a_task_once() {
     let workers = workers();
     assert_eq!(workers.threads(), 0, "no thread is started unasked");
-    let runs = Arc::new(AtomicUsize::new(0));
-    let seen = runs.clone();
-    let job = workers.submit(support::some_node(&support::topology()), 1000, None, move |piece| {
-        seen.fetch_add(1, Ordering::Relaxed);
-        piece * 2
-    });
-    let results = job.unwrap().wait(soon()).unwrap();
-    assert_eq!(results, (0..1000).map(|n| n * 2).collect::<Vec<_>>());
-    assert_eq!(runs.load(Ordering::Relaxed), 1000);
-    assert!(workers.threads() >= 1);
-    let none = workers.submit(None, 0, None, |_| 1).unwrap();
-    assert_eq!(none.wait(soon()).unwrap(), [0; 0]);
+    let most = Workers::PER_NODE
+        .get()
+        .min(support::topology().cpus_allowed().value.as_ref().unwrap().len());
+    let (ran, runs) = mpsc::channel();
+    workers.submit(None, 1000, move || ran.send(()).unwrap()).unwrap();
+    assert_eq!(runs.iter().count(), most, "then the task is dropped");
+    assert_eq!(workers.threads(), most);
 }
 
 /// A plain first touch is only a preference: a kernel that reserves part of a node silently uses
@@ -114,7 +115,7 @@ fn a_nodes_workers_run_on_its_cpus_and_what_they_touch_lies_there() {
 #[test]
 fn an_unknown_node_and_one_without_cpus_are_refused() {
     let unknown = NodeId(9999);
-    let refused = |workers: &Workers, node| workers.submit(Some(node), 1, None, |_| ()).map(drop);
+    let refused = |workers: &Workers, node| workers.submit(Some(node), 1, || ());
     assert_eq!(refused(&workers(), unknown), Err(WorkerError::UnknownNode { node: unknown }));
     let fixture = Workers::new(&support::fixture("cpuless-node"), Kernel::new());
     assert_eq!(refused(&fixture, NodeId(2)), Err(WorkerError::NoCpus { node: NodeId(2) }));
@@ -123,151 +124,51 @@ fn an_unknown_node_and_one_without_cpus_are_refused() {
 }
 
 #[test]
-fn a_piece_that_panics_fails_its_job_and_no_other() {
+fn a_task_that_panics_is_lost_and_its_worker_goes_on() {
     let workers = one_worker();
-    let job = workers.submit(None, 3, None, |piece| assert!(piece != 1, "piece 1 is bad")).unwrap();
-    let alive = workers.threads();
-    assert_eq!(job.wait(soon()), Err(JobError::Panicked { piece: 1 }));
-    assert_eq!(workers.run(None, soon(), || 7), Ok(7));
-    assert_eq!(workers.threads(), alive, "the same worker");
-}
-
-#[test]
-fn a_payload_that_panics_when_dropped_does_not_end_the_worker() {
-    let workers = one_worker();
-    let answer = workers.run(None, soon(), || std::panic::panic_any(Bomb));
-    assert_eq!(answer, Err(RunError::NotDone(JobError::Panicked { piece: 0 })));
+    let lost = workers.run(None, soon(), || std::panic::panic_any(Bomb));
+    assert_eq!(lost, Err(WorkerError::Lost));
     assert_eq!(workers.run(None, soon(), || 7), Ok(7));
 }
 
 #[test]
-fn a_worker_that_dies_is_replaced_also_while_jobs_wait() {
+fn after_its_deadline_a_task_is_not_begun_and_its_result_frees_itself() {
     let workers = one_worker();
-    let (at_it, release) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
-    let (told, go) = (at_it.clone(), release.clone());
-    let job = workers
-        .submit(None, 1, None, move |_| {
-            told.wait();
-            go.wait();
-            Bomb
-        })
-        .unwrap();
-    at_it.wait();
-    // The job is no longer wanted, so the worker drops the bomb and dies of it while another job is
-    // queued.
-    drop(job);
-    let next = workers.submit(None, 1, None, |_| 7).unwrap();
-    release.wait();
-    assert_eq!(next.wait(soon()).unwrap(), [7]);
-    assert_eq!(workers.run(None, soon(), || 8), Ok(8));
-}
-
-#[test]
-fn after_its_deadline_a_job_begins_no_piece_and_its_results_free_themselves() {
-    let workers = one_worker();
-    // On a busy machine a deadline passes before the worker runs, and then no piece outlasts it.
-    let outlasted = [50, 500, 5_000, 50_000].into_iter().any(|millis| {
-        let begun = Arc::new(AtomicUsize::new(0));
-        let result = Arc::new(());
-        let (count, made) = (begun.clone(), result.clone());
-        let (release, released) = mpsc::channel::<()>();
-        let released = std::sync::Mutex::new(released);
-        let deadline = Instant::now() + Duration::from_millis(millis);
-        let job = workers
-            .submit(None, 5, Some(deadline), move |_| {
-                count.fetch_add(1, Ordering::Relaxed);
-                let _ = released.lock().unwrap().recv();
-                made.clone()
-            })
-            .unwrap();
-        assert_eq!(job.wait(Some(deadline)), Err(JobError::TimedOut { done: 0, pieces: 5 }));
-        // The receiver is gone if no piece began.
-        let _ = release.send(());
-        // The worker reaches the next job only when the last one is over.
-        assert_eq!(workers.run(None, soon(), || 7), Ok(7));
-        let begun = begun.load(Ordering::Relaxed);
-        assert!(begun <= 1, "{begun} pieces, all but the first after the deadline");
-        assert_eq!(Arc::strong_count(&result), 1, "neither the result nor the work is kept");
-        begun == 1
-    });
-    assert!(outlasted, "no piece began within 50 seconds");
-}
-
-#[test]
-fn a_job_that_waits_behind_another_until_its_deadline_is_not_begun() {
-    let workers = one_worker();
-    let (release, released) = mpsc::channel::<()>();
-    let released = std::sync::Mutex::new(released);
-    let first =
-        workers.submit(None, 1, None, move |_| released.lock().unwrap().recv().is_ok()).unwrap();
-    let late = workers
-        .submit(None, 1, Some(Instant::now()), |_| panic!("begun after its deadline"))
-        .unwrap();
-    thread::sleep(Duration::from_millis(2));
-    release.send(()).unwrap();
-    assert_eq!(first.wait(soon()).unwrap(), [true]);
-    assert_eq!(late.wait(soon()), Err(JobError::TimedOut { done: 0, pieces: 1 }));
-}
-
-#[test]
-fn a_prefix_can_be_waited_for_and_taken_while_the_rest_runs() {
-    let workers = one_worker();
-    let (release, released) = mpsc::channel::<()>();
-    let released = std::sync::Mutex::new(released);
-    let job = workers.submit(None, 3, None, move |piece| {
-        if piece == 2 {
-            let _ = released.lock().unwrap().recv();
-        }
-        piece
-    });
-    let job = job.unwrap();
-    job.wait_for(2, soon()).unwrap();
-    assert_eq!((job.done(), job.pieces()), (2, 3));
-    assert_eq!(
-        (job.take(0), job.take(0), job.take(1), job.take(2)),
-        (Some(0), None, Some(1), None)
-    );
-    release.send(()).unwrap();
-    job.wait_for(3, soon()).unwrap();
-    assert_eq!((job.done(), job.take(2)), (3, Some(2)));
-}
-
-#[test]
-fn a_cancelled_job_is_settled_when_no_worker_runs_it() {
-    // More pieces than run while this thread waits for a processor.
-    const PIECES: usize = 100_000;
-    let workers = one_worker();
-    let held = Arc::new(());
-    let in_work = held.clone();
-    let (at_it, begun) = mpsc::channel();
-    let job = workers.submit(None, PIECES, None, move |piece| {
-        let _in_work = &in_work;
-        let _ = at_it.send(piece);
-        thread::sleep(Duration::from_millis(5));
-    });
-    let job = job.unwrap();
+    let (task, release, begun) = held();
+    workers.submit(None, 1, task).unwrap();
     begun.recv().unwrap();
-    job.settle();
-    assert_eq!(Arc::strong_count(&held), 1, "the work has been dropped");
-    assert!(begun.try_iter().count() < PIECES - 1);
+    let deadline = Some(Instant::now() + Duration::from_millis(2));
+    let late = workers.run(None, deadline, || panic!("begun after its deadline"));
+    assert_eq!(late, Err(WorkerError::TimedOut));
+    release.send(()).unwrap();
+    let (task, release, begun) = held();
+    let result = Arc::new(());
+    let made = result.clone();
+    let patience = Instant::now() + Duration::from_millis(50);
+    let outlasts = workers.run(None, Some(patience), move || {
+        task();
+        made.clone()
+    });
+    assert_eq!(outlasts, Err(WorkerError::TimedOut));
+    // On a busy machine it did not begin, and then nobody waits to be released.
+    let _ = release.send(());
+    drop(begun);
+    assert_eq!(workers.run(None, soon(), || 7), Ok(7));
+    assert_eq!(Arc::strong_count(&result), 1, "neither the result nor the work is kept");
 }
 
 #[test]
-fn jobs_of_workers_that_are_gone_are_closed() {
+fn what_nobody_has_begun_when_workers_end_is_dropped() {
     let workers = one_worker();
-    let (release, released) = mpsc::channel::<()>();
-    let released = std::sync::Mutex::new(released);
-    let (at_it, begun) = mpsc::channel();
-    let running = workers.submit(None, 1, None, move |_| {
-        let _ = at_it.send(());
-        released.lock().unwrap().recv().is_ok()
-    });
+    let (task, release, begun) = held();
+    workers.submit(None, 1, task).unwrap();
     begun.recv().unwrap();
-    let waiting = workers.submit(None, 1, None, |_| ()).unwrap();
+    let (unbegun, nobody) = mpsc::channel::<()>();
+    workers.submit(None, 1, move || unbegun.send(()).unwrap()).unwrap();
     drop(workers);
-    assert_eq!(waiting.wait(soon()), Err(JobError::Closed));
+    assert!(nobody.recv().is_err());
     release.send(()).unwrap();
-    assert_eq!(running.unwrap().wait(soon()), Ok(vec![true]), "what has begun is done");
+    assert!(begun.recv().is_err(), "what has begun is done, and then dropped");
 }
 
 #[test]
@@ -275,18 +176,17 @@ fn a_worker_that_cannot_start_is_an_error_and_one_of_two_is_enough() {
     let faults = Arc::new(Faults::new());
     let workers = Workers::new(&support::topology(), Kernel::with_faults(faults.clone()));
     faults.fail(SystemCall::Spawn, 1, libc::EAGAIN);
-    let refused = workers.submit(None, 1, None, |_| ()).map(drop);
+    let refused = workers.submit(None, 1, || ());
     assert!(matches!(refused, Err(WorkerError::Spawn { .. })), "{refused:?}");
     assert_eq!(workers.threads(), 0);
     faults.fail(SystemCall::Spawn, 2, libc::EAGAIN);
-    assert_eq!(
-        workers.submit(None, 100, None, |piece| piece).unwrap().wait(soon()).unwrap().len(),
-        100
-    );
+    let (ran, runs) = mpsc::channel();
+    workers.submit(None, 2, move || ran.send(()).unwrap()).unwrap();
+    assert!(runs.iter().count() >= 1);
 }
 
 #[test]
-fn a_worker_that_may_not_be_bound_works_anywhere_and_says_so_while_it_lives() {
+fn a_worker_that_may_not_be_bound_works_anywhere_and_says_so() {
     let topology = support::topology();
     let Some(node) = support::some_node(&topology) else {
         println!("skipped: a kernel without NUMA");
@@ -305,25 +205,6 @@ fn a_worker_that_may_not_be_bound_works_anywhere_and_says_so_while_it_lives() {
             matches!(told, Some(WorkerError::Bind { node: n, error }) if n == node && error.errno == errno),
             "{told:?}"
         );
-        // The worker dies of its result, and its successor is bound.
-        let (at_it, begun) = mpsc::channel();
-        let (release, released) = mpsc::channel::<()>();
-        let released = std::sync::Mutex::new(released);
-        let fatal = workers.submit(Some(node), 1, None, move |_| {
-            let _ = at_it.send(());
-            let _ = released.lock().unwrap().recv();
-            Bomb
-        });
-        begun.recv().unwrap();
-        drop(fatal);
-        release.send(()).unwrap();
-        let patience = Instant::now() + PATIENCE;
-        while workers.shortfall(node).is_some() && Instant::now() < patience {
-            thread::yield_now();
-        }
-        let cpus = topology.node(node).unwrap().allowed_cpus.clone();
-        assert_eq!(workers.run(Some(node), soon(), my_cpus), Ok(cpus));
-        assert_eq!(workers.shortfall(node), None);
     }
 }
 
@@ -348,60 +229,43 @@ fn a_worker_is_bound_to_the_cpus_that_its_node_has_when_it_starts() {
 }
 
 #[test]
-fn a_job_gets_an_idle_worker_before_a_new_thread_is_started() {
+fn a_task_behind_a_busy_worker_gets_a_thread_of_its_own() {
     let workers = Workers::new(&support::topology(), Kernel::new());
-    for _ in 0..100 {
-        assert_eq!(workers.run(None, soon(), || 7), Ok(7));
-    }
-    assert_eq!(workers.threads(), 1, "it was free each time");
     if support::topology().cpus_allowed().value.as_ref().is_some_and(|cpus| cpus.len() < 2) {
         println!("skipped: one CPU");
         return;
     }
-    let (release, released) = mpsc::channel::<()>();
-    let released = std::sync::Mutex::new(released);
-    let (at_it, begun) = mpsc::channel();
-    let first = workers.submit(None, 1, None, move |_| {
-        let _ = at_it.send(());
-        released.lock().unwrap().recv().is_ok()
-    });
+    let (task, release, begun) = held();
+    workers.submit(None, 1, task).unwrap();
     begun.recv().unwrap();
     assert_eq!(workers.run(None, soon(), || 8), Ok(8));
     assert_eq!(workers.threads(), 2);
     release.send(()).unwrap();
-    assert_eq!(first.unwrap().wait(soon()).unwrap(), [true]);
 }
 
 #[test]
 fn a_forked_child_is_refused_its_parents_workers_and_waits_for_nothing() {
     let workers = one_worker();
-    let (release, released) = mpsc::channel::<()>();
-    let released = std::sync::Mutex::new(released);
-    let job =
-        workers.submit(None, 2, None, move |_| released.lock().unwrap().recv().is_ok()).unwrap();
+    let (task, release, begun) = held();
+    workers.submit(None, 1, task).unwrap();
     // SAFETY: 1. the child uses only memory, which the C library prepares for it, and leaves by
     // `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: 1. takes a number. A child that blocks is ended by the alarm.
         unsafe { libc::alarm(120) };
-        let refused = workers.submit(None, 1, None, |_| ()).map(drop) == Err(WorkerError::Forked);
+        let refused = workers.run(None, None, || ()) == Err(WorkerError::Forked);
         let nobody =
             workers.threads() == 0 && workers.shortfall(NodeId(0)) == Some(WorkerError::Forked);
-        let never = job.take(0).is_none()
-            && job.done() == 0
-            && job.wait_for(1, None) == Err(JobError::Closed);
-        job.settle();
         drop(workers);
-        let right = [refused, nobody, never].iter().position(|right| !right);
         // SAFETY: 1. ends the child.
-        unsafe { libc::_exit(right.map_or(0, |wrong| 1 + wrong as i32)) };
+        unsafe { libc::_exit(i32::from(!refused) + 2 * i32::from(!nobody)) };
     }
     let mut status = -1;
     // SAFETY: 1. the child belongs to this process, and the status is a local.
     let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
+    begun.recv().unwrap();
     release.send(()).unwrap();
-    release.send(()).unwrap();
-    assert_eq!(job.wait(soon()).unwrap(), [true, true], "the parent's job goes on");
+    assert_eq!(workers.run(None, soon(), || 7), Ok(7), "the parent's workers go on");
 }

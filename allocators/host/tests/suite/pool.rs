@@ -15,7 +15,6 @@ use aquifer_host::{
 use hashbrown::HashMap;
 use std::{
     alloc::Layout,
-    collections::BTreeMap,
     hash::RandomState,
     ptr::NonNull,
     sync::{Arc, Mutex},
@@ -88,66 +87,6 @@ impl Block {
         unsafe { self.at.write_bytes(self.pattern, layout.size()) };
         true
     }
-}
-
-#[test]
-fn the_pool_keeps_its_promises_against_a_shadow() {
-    let (pool, budget) = small_pool(64 * MIB);
-    let allocator = pool.allocator();
-    let mut shadow: BTreeMap<usize, Block> = BTreeMap::new();
-    let mut random = 0x9e37_79b9_7f4a_7c15u64;
-    let mut next = |below: usize| {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        (random >> 11) as usize % below
-    };
-    for step in 0..3000 {
-        match next(8) {
-            0..4 => {
-                let size = 1 + (next(1 << 20) >> next(18));
-                let layout = Layout::from_size_align(size, 1 << next(13)).unwrap();
-                if let Some(block) = Block::new(&allocator, layout, step as u8) {
-                    let (start, end) = (block.at.addr().get(), block.at.addr().get() + size);
-                    let below = shadow.range(..end).next_back();
-                    assert!(
-                        below.is_none_or(|(_, b)| b.at.addr().get() + b.layout.size() <= start),
-                        "overlap"
-                    );
-                    shadow.insert(start, block);
-                }
-            }
-            4..7 if !shadow.is_empty() => {
-                let key = *shadow.keys().nth(next(shadow.len())).unwrap();
-                shadow.remove(&key).unwrap().free(&allocator);
-            }
-            _ if !shadow.is_empty() => {
-                let key = *shadow.keys().nth(next(shadow.len())).unwrap();
-                let mut block = shadow.remove(&key).unwrap();
-                let size = 1 + (next(1 << 18) >> next(16));
-                block.resize(
-                    &allocator,
-                    Layout::from_size_align(size, block.layout.align()).unwrap(),
-                );
-                shadow.insert(block.at.addr().get(), block);
-            }
-            _ => {}
-        }
-        if step % 64 == 0 {
-            assert!(pool.is_consistent());
-            let requested: usize = shadow.values().map(|block| block.layout.size()).sum();
-            let memory = pool.stats().memory;
-            assert_eq!((memory.requested, memory.blocks), (requested as u64, shadow.len() as u64));
-            assert_eq!(memory.live + memory.cached + memory.pending, memory.physical);
-            assert_eq!(memory.physical, budget.used());
-        }
-    }
-    shadow.into_values().for_each(|block| block.free(&allocator));
-    let memory = pool.stats().memory;
-    assert_eq!((memory.live, memory.requested, memory.blocks), (0, 0, 0));
-    assert_eq!(pool.trim(0).unwrap(), memory.physical);
-    assert_eq!(budget.used(), 0);
-    assert_eq!(pool.stats().refused_frees, 0);
 }
 
 #[test]

@@ -15,11 +15,15 @@ use crate::{
         stall_detector::StallDetector,
         window::GRANULE,
     },
-    workers::{Job, JobError, RunError},
+    workers::{WorkerError, is_past, receive},
 };
-use aquifer_core::SystemError;
+use aquifer_core::panics::contain;
 use std::{
-    sync::{Arc, OnceLock},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+        mpsc::{self, Receiver, Sender},
+    },
     time::Instant,
 };
 
@@ -62,35 +66,32 @@ impl RegionBuilder<'_> {
         let page = tier.page().unwrap_or(GRANULE);
         let piece = round_down(self.request.piece.min(self.request.registration), page);
         let chunk = self.chunk(piece, register);
-        let pieces = self.bytes.div_ceil(piece);
-        let stall = Arc::new(StallDetector::default());
-        let mut population = self.start_population(mapping, tier, piece, pieces, &stall);
+        let (task, mut population) = self.start_population(mapping, tier, piece);
         let mut offset = 0;
         while offset < self.bytes {
             let len = next_chunk(self.bytes - offset, chunk, piece, offset > 0);
-            let (first, end) = (offset / piece, (offset + len).div_ceil(piece));
-            match population.wait_for(first, end, self.request.deadline) {
-                Ok(false) => {}
-                Ok(true) => self.fell_short(Step::Populate, Cause::Touched),
-                Err(cause) => {
-                    population.stop(&cause);
-                    return Err((Step::Populate, cause));
+            let populated = population.wait_for((offset + len).div_ceil(piece), &task);
+            let done = populated.map_err(|cause| (Step::Populate, cause)).and_then(|touched| {
+                if touched {
+                    self.fell_short(Step::Populate, Cause::Touched);
                 }
+                let part = Span { start: mapping.span().start + offset, len };
+                if register { self.register(backing, part, tier) } else { Ok(()) }
+            });
+            if let Err((step, cause)) = done {
+                population.stop(task, cause == Cause::TimedOut);
+                return Err((step, cause));
             }
             if register {
-                let part = Span { start: mapping.span().start + offset, len };
-                if let Err((step, cause)) = self.register(backing, part, tier) {
-                    population.stop(&cause);
-                    return Err((step, cause));
-                }
                 // Registering holds locks of the driver. Other threads may run between two chunks.
                 std::thread::yield_now();
             }
             offset += len;
         }
-        if let Some(bytes) = stall.stalled() {
+        if let Some(bytes) = task.stall.stalled() {
             self.fell_short(Step::Populate, Cause::Stalled { bytes });
         }
+        population.stop(task, false);
         Ok(())
     }
 
@@ -143,38 +144,38 @@ impl RegionBuilder<'_> {
         mapping: &Arc<Mapping>,
         tier: PageTier,
         piece: usize,
-        pieces: usize,
-        stall: &Arc<StallDetector>,
-    ) -> Population {
-        // The first failure stops all pieces, and all return it.
-        let failed = OnceLock::new();
-        let (mapping, page, deadline) = (mapping.clone(), self.page, self.request.deadline);
-        let stall = stall.clone();
-        let populate_piece = move |number: usize| {
-            if let Some(error) = failed.get() {
-                return Err(*error);
+    ) -> (Arc<Populating>, Population) {
+        let (sender, results) = mpsc::channel();
+        let pieces = self.bytes.div_ceil(piece);
+        let task = Arc::new(Populating {
+            mapping: mapping.clone(),
+            tier,
+            page: self.page,
+            piece,
+            pieces,
+            deadline: self.request.deadline,
+            stall: StallDetector::default(),
+            next: AtomicUsize::new(0),
+            results: sender,
+        });
+        let weak = Arc::downgrade(&task);
+        let work = move || {
+            if let Some(task) = weak.upgrade() {
+                while task.populate_next() {}
             }
-            mapping
-                .populate(number * piece, piece, tier, page, &stall)
-                .map_err(|error| *failed.get_or_init(|| error))
         };
-        let populate_piece = Arc::new(populate_piece);
-        let by_worker = populate_piece.clone();
-        match self
-            .host
-            .workers
-            .submit(self.worker_node, pieces, deadline, move |number| by_worker(number))
-        {
-            Ok(job) => {
+        let by_caller = match self.host.workers.submit(self.worker_node, pieces, work) {
+            Ok(()) => {
                 self.check_worker_binding();
-                Population::ByWorkers(job)
+                false
             }
             Err(error) => {
                 self.fell_short(Step::Populate, Cause::Workers(error));
                 self.unbound_touch = true;
-                Population::ByCaller(populate_piece)
+                true
             }
-        }
+        };
+        (task, Population { results, arrived: vec![false; pieces], prefix: 0, by_caller })
     }
 
     /// Records if workers could not be bound to the node: then first touch does not place pages.
@@ -186,50 +187,91 @@ impl RegionBuilder<'_> {
     }
 }
 
-type PopulateResult = Result<PopulateMethod, SystemError>;
+/// What workers share while they populate a region. A worker that begins when the thread that made
+/// it has gone finds nothing.
+struct Populating {
+    mapping: Arc<Mapping>,
+    tier: PageTier,
+    /// The size of an ordinary page.
+    page: usize,
+    /// Bytes and number of the pieces.
+    piece: usize,
+    pieces: usize,
+    deadline: Option<Instant>,
+    stall: StallDetector,
+    /// The next piece that nobody has begun.
+    next: AtomicUsize,
+    /// Dropped last: when the channel is closed, nobody uses the mapping.
+    results: Sender<PieceResult>,
+}
 
-/// Populating in progress.
-enum Population {
-    ByWorkers(Job<PopulateResult>),
-    ByCaller(Arc<dyn Fn(usize) -> PopulateResult>),
+/// A piece, and how it was populated.
+type PieceResult = (usize, Result<PopulateMethod, Cause>);
+
+impl Populating {
+    /// Populates the next piece. Returns false if none is left, the deadline has passed, or a piece
+    /// has failed.
+    fn populate_next(&self) -> bool {
+        if is_past(self.deadline) {
+            return false;
+        }
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        if number >= self.pieces {
+            return false;
+        }
+        let (start, len) = (number * self.piece, self.piece);
+        let populated =
+            contain(|| self.mapping.populate(start, len, self.tier, self.page, &self.stall));
+        let populated = match populated {
+            Some(populated) => populated.map_err(Cause::System),
+            None => Err(Cause::Workers(WorkerError::Lost)),
+        };
+        if populated.is_err() {
+            self.cancel();
+        }
+        self.results.send((number, populated)).is_ok()
+    }
+
+    /// Makes nobody begin another piece.
+    fn cancel(&self) {
+        self.next.store(self.pieces, Ordering::Relaxed);
+    }
+}
+
+/// Populating in progress, as the thread sees it that registers.
+struct Population {
+    results: Receiver<PieceResult>,
+    arrived: Vec<bool>,
+    /// Number of pieces before the first one that has not arrived.
+    prefix: usize,
+    /// Without workers, this thread populates.
+    by_caller: bool,
 }
 
 impl Population {
-    /// Waits for pieces, or populates them. Returns whether any page had to be touched.
-    fn wait_for(
-        &mut self,
-        first: usize,
-        end: usize,
-        deadline: Option<Instant>,
-    ) -> Result<bool, Cause> {
+    /// Waits for the first `end` pieces, or populates them. Returns whether any page had to be
+    /// touched.
+    fn wait_for(&mut self, end: usize, task: &Populating) -> Result<bool, Cause> {
         let mut touched = false;
-        if let Self::ByWorkers(job) = self {
-            job.wait_for(end, deadline).map_err(|error| match error {
-                JobError::TimedOut { .. } => Cause::TimedOut,
-                error => Cause::Job(RunError::NotDone(error)),
-            })?;
-        }
-        for number in first..end {
-            let answer = match self {
-                Self::ByWorkers(job) => job.take(number).unwrap_or(Ok(PopulateMethod::ByKernel)),
-                Self::ByCaller(_)
-                    if deadline.is_some_and(|deadline| Instant::now() >= deadline) =>
-                {
-                    return Err(Cause::TimedOut);
-                }
-                Self::ByCaller(populate_piece) => populate_piece(number),
-            };
-            touched |= answer.map_err(Cause::System)? == PopulateMethod::ByTouch;
+        while self.prefix < end {
+            if self.by_caller && !task.populate_next() && is_past(task.deadline) {
+                return Err(Cause::TimedOut);
+            }
+            let (number, method) = receive(&self.results, task.deadline)?;
+            touched |= method? == PopulateMethod::ByTouch;
+            debug_assert!(!self.arrived[number], "piece {number} was populated twice");
+            self.arrived[number] = true;
+            self.prefix +=
+                self.arrived[self.prefix..].iter().take_while(|arrived| **arrived).count();
         }
         Ok(touched)
     }
 
     /// Stops, and waits until no worker uses the memory any more, unless the deadline has passed.
-    fn stop(self, why: &Cause) {
-        match self {
-            Self::ByWorkers(job) if *why != Cause::TimedOut => job.settle(),
-            _ => {}
-        }
+    fn stop(self, task: Arc<Populating>, timed_out: bool) {
+        task.cancel();
+        drop(task);
+        while !timed_out && self.results.recv().is_ok() {}
     }
 }
 
