@@ -55,9 +55,7 @@ pub mod adapters {
 pub mod budget {
     pub use aquifer_core::{
         Charge, Reservation,
-        budget::{
-            BudgetLease, HookRegistration, Leased, Level, LevelChange, Levels, Offer, Reclaim, Room,
-        },
+        budget::{BudgetLease, HookRegistration, Leased, Offer, Reclaim, Room},
     };
 }
 

@@ -36,7 +36,7 @@ mod report;
 mod watch_thread;
 
 pub use host::HostWatch;
-pub use report::{DevicePressure, HostPressure, Pressure};
+pub use report::{DevicePressure, HostPressure, Level, Pressure};
 
 pub(crate) use ceiling::Ceiling;
 pub(crate) use host::WatchedHost;

@@ -9,10 +9,10 @@
 
 use super::{
     Ceiling,
-    report::{HostPressure, HostReading, Pressure},
+    report::{HostPressure, HostReading, Level, Pressure},
     watch_thread::{Next, WatchThread},
 };
-use aquifer_core::{MemoryError, Result, budget::Level};
+use aquifer_core::{MemoryError, Result};
 use aquifer_host::{
     PinnedPool,
     kernel::{Kernel, StallAlarm},
@@ -48,7 +48,7 @@ type HostHook = dyn Fn(Level, Level, &Strain) + Send + Sync;
 /// tightest limit of the process's control groups.
 ///
 /// ```
-/// use aquifer::{Runtime, budget::Level, pressure::HostWatch, sim::Sim};
+/// use aquifer::{Runtime, pressure::{HostWatch, Level}, sim::Sim};
 /// let watch = HostWatch::default().on_level(|_, level, _| {
 ///     if level > Level::Nominal {
 ///         println!("evict, or spill");

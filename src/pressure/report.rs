@@ -1,8 +1,19 @@
 //! Reports of what a watch has seen and done.
 
-use aquifer_core::{DeviceId, DriverError, budget::Level, error::Tried};
+use aquifer_core::{DeviceId, DriverError, error::Tried};
 use aquifer_host::topology::{Strain, TopologyError};
 use std::time::Duration;
+
+/// How close memory is to its end.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Level {
+    /// There is enough.
+    Nominal,
+    /// Cached memory that is cheap to release should be released.
+    Warning,
+    /// The next request may be refused.
+    Critical,
+}
 
 /// What the watches of a [`Runtime`](crate::Runtime) have seen and done so far. Empty if none is
 /// enabled.

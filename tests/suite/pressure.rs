@@ -9,9 +9,9 @@ use crate::machine::Machine;
 use crate::support::{PATIENCE, assert_all_given_back, assert_silent, read, small};
 use aquifer::{
     Block, Budget, DeviceId, DevicePool, Driver, MemoryError, PoolConfig, Request, Runtime,
-    budget::{Charge, Level, Offer, Reclaim},
+    budget::{Charge, Offer, Reclaim},
     driver::Call,
-    pressure::{DevicePressure, HostWatch},
+    pressure::{DevicePressure, HostWatch, Level},
     sim::Sim,
 };
 use aquifer_host::kernel::{Faults, Kernel, SystemCall};

@@ -20,7 +20,6 @@
 //! | `immortal_list` | lists of leaked objects that are recycled |
 //! | `refusal` | [`OutOfBudget`], [`Raise`] |
 //! | `holding` | [`Holding`]: live bytes of a tag |
-//! | `level` | [`Level`], [`Levels`] and their thresholds |
 //! | `hooks` | lists of registered hooks, and their calls |
 //! | `capacity` | [`CapacitySource`]: what a shared root claims from |
 //! | `reclaimer` | [`Reclaim`]: holders of memory that can be reclaimed |
@@ -29,16 +28,13 @@
 //! | `shared` | `Budget::shared`: claims, and waiters of several processes |
 //! | `admission` | charging and releasing |
 //! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`], [`StrandedCount`] |
-//! | `reserve_all` | [`Budget::reserve_all`]: several nodes at once |
 //! | `wait` | [`Waiting`]: the scan of the wait queue |
 //! | `lease` | [`BudgetLease`]: prepaid bytes |
-//! | `registration` | [`HookRegistration`] |
-//! | `level_hooks` | level changes, and the calls of their hooks |
-//! | `reclaim` | [`Asking`]: the search for memory to reclaim |
+//! | `reclaim` | [`HookRegistration`], and [`Asking`]: the search for memory to reclaim |
 //! | `forks` | the locks of all trees while a process forks |
 //!
 //! Each module imports only modules above it in this table. A method of a node may be defined below
-//! its callers: `admission` calls `report_levels` of `level_hooks`, for example.
+//! its callers.
 //!
 //! # The protocol
 //! Each tree has one spin lock. A charge checks every node from its own up to the root under this
@@ -74,12 +70,9 @@ mod charge;
 pub mod forks;
 pub(crate) mod hooks;
 mod lease;
-mod level;
-mod level_hooks;
 mod node;
 mod reclaim;
 pub(crate) mod refusal;
-mod reserve_all;
 mod shared;
 mod spin_lock;
 mod tree;
@@ -88,10 +81,8 @@ mod wait;
 pub use charge::{Charge, Reservation, StrandedCharge, StrandedCount};
 pub use hooks::{Offer, Reclaim};
 pub use lease::{BudgetLease, Leased};
-pub use level::{Level, LevelChange, Levels};
-pub use level_hooks::HookRegistration;
-pub use node::{Budget, LevelHook};
-pub use reclaim::{Asking, Room};
+pub use node::Budget;
+pub use reclaim::{Asking, HookRegistration, Room};
 pub use refusal::{CapacitySource, ClaimShortage, HeldElsewhere, Holding, OutOfBudget, Raise};
 pub use wait::Waiting;
 
@@ -145,8 +136,6 @@ pub struct Figures {
     pub peak: u64,
     /// Bytes whose release has failed so far. They are part of `used`.
     pub stranded: u64,
-    /// The pressure level.
-    pub level: Level,
     /// The priority of charges and waits (a number).
     pub priority: i32,
 }
@@ -405,7 +394,6 @@ impl Budget {
             guarantee: self.guarantee(),
             peak: self.peak(),
             stranded: self.stranded(),
-            level: self.level(),
             // The value was stored from an `i32`.
             priority: i32::try_from(node.priority.load(Relaxed)).unwrap_or_default(),
         }

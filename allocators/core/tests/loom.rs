@@ -5,7 +5,6 @@
 //! | protocol | model |
 //! |---|---|
 //! | a charge through several nodes | `no_node_is_seen_above_its_limit…`, `a_charge_refused_at_an_ancestor…` |
-//! | several nodes at once | `one_of_two_reservations…` |
 //! | the wait queue: release and entry | `a_waiter_that_queues…` |
 //! | the wait queue: dropped and granted | `a_wait_that_is_dropped…` |
 //! | the wait queue: polled during another poll | `two_waiters_are_each_served…` |
@@ -13,23 +12,19 @@
 //! | leases: spare, and waited for or over a limit | `spare_bytes_of_a_lease…`, `a_limit_that_is_lowered…`, `a_lease_that_closes…` |
 //! | nodes: the last handle and the last byte | `a_node_leaves_once…` |
 //! | a shared root: claimed, charged, released | `what_a_shared_root…` |
-//! | levels: reported one at a time | `the_last_reported_level…` |
 //! | a ring of events: filled and emptied at once | `an_event_of_a_ring…` |
 #![cfg(loom)]
 
 use aquifer_core::{
     Action, Budget, Charge, Event, EventSink, Tag,
-    budget::{CapacitySource, ClaimShortage, Level, LevelChange, Levels, Offer, Reclaim},
+    budget::{CapacitySource, ClaimShortage, Offer, Reclaim},
     event::{BlockKind, MemoryLocation, RingSink},
 };
 use loom::{sync::Mutex, thread};
 use std::{
     future::Future,
     pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicU8, Ordering},
-    },
+    sync::Arc,
     task::{Context, Waker},
     time::{Duration, Instant},
 };
@@ -74,25 +69,6 @@ fn a_charge_refused_at_an_ancestor_refuses_no_other_charge_below() {
         large.join().unwrap();
         drop((most, small));
         assert_eq!(root.used(), 0);
-    });
-}
-
-#[test]
-fn one_of_two_reservations_of_the_same_nodes_in_different_orders_gets_both() {
-    model(|| {
-        let root = Budget::new("root", 100);
-        let (left, right) = (root.child("left", 80), root.child("right", 80));
-        let other = {
-            let (left, right) = (left.clone(), right.clone());
-            thread::spawn(move || Budget::reserve_all(&[(&right, 30), (&left, 30)]).ok())
-        };
-        let own = Budget::reserve_all(&[(&left, 60), (&right, 30)]).ok();
-        assert!(root.used() <= 100 && left.used() <= 80 && right.used() <= 80);
-        let other = other.join().unwrap();
-        assert_eq!(u8::from(own.is_some()) + u8::from(other.is_some()), 1);
-        assert_eq!(root.used(), if own.is_some() { 90 } else { 60 });
-        drop((own, other));
-        assert_eq!((root.used(), left.used(), right.used()), (0, 0, 0));
     });
 }
 
@@ -251,30 +227,6 @@ fn a_node_leaves_once_whether_the_last_handle_or_the_last_byte_goes_first() {
     });
 }
 
-#[test]
-fn the_last_reported_level_is_the_current_one() {
-    model(|| {
-        let root = Budget::new("root", 100);
-        root.set_levels(Levels { soft: 10, critical: 90, slack: 0 });
-        let heard = Arc::new(AtomicU8::new(0));
-        let ears = Arc::clone(&heard);
-        let _registration = root.on_level(Arc::new(move |_: &Budget, change: LevelChange| {
-            let before = ears.swap(change.to as u8, Ordering::Relaxed);
-            assert_eq!(before, change.from as u8, "one change after the other");
-        }));
-        let other = {
-            let root = root.clone();
-            thread::spawn(move || drop(root.charge(20).unwrap()))
-        };
-        let own = root.charge(20).unwrap();
-        other.join().unwrap();
-        assert_eq!(root.level(), Level::Warning);
-        assert_eq!(heard.load(Ordering::Relaxed), Level::Warning as u8);
-        drop(own);
-        assert_eq!(heard.load(Ordering::Relaxed), Level::Nominal as u8);
-    });
-}
-
 /// One slot: the second thread finds the first one done, half way, or not begun.
 #[test]
 fn an_event_of_a_ring_is_whole_or_counted_as_dropped() {
@@ -304,7 +256,6 @@ fn an_event_of_a_ring_is_whole_or_counted_as_dropped() {
         let seen = check(ring.take());
         filler.join().unwrap();
         let seen = seen + check(ring.take());
-        // If its slot was busy, the third round reports the event of the second one.
         ring.record(&event(3));
         let seen = seen + check(ring.take());
         assert_eq!(seen + ring.dropped(), 3);

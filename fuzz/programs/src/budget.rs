@@ -1,5 +1,5 @@
 //! Programs over a tree of budgets, checked against a model: charges, reservations, guarantees and
-//! limits that change, leases, levels, and waits that are polled, expire and are cancelled.
+//! limits that change, leases, and waits that are polled, expire and are cancelled.
 //!
 //! The model stores for each node what is charged to it directly. It derives everything else: used
 //! and held bytes, whether a charge fits and which node refuses it, and which waiter is served. All
@@ -13,7 +13,7 @@ mod woken;
 use crate::program::{Bytes, Process, Program};
 use aquifer_core::{
     Budget, Charge, OutOfBudget, Reservation,
-    budget::{BudgetLease, Leased, Levels, StrandedCharge, Waiting},
+    budget::{BudgetLease, Leased, StrandedCharge, Waiting},
 };
 use model::{Model, Wait};
 use std::{
@@ -50,7 +50,7 @@ pub(crate) struct World {
     held: Vec<(usize, u64, Held)>,
     leases: Vec<(usize, BudgetLease)>,
     waiters: Vec<Waiter>,
-    /// Leases take bytes ahead of charges, so levels and peaks are compared only without them.
+    /// Leases take bytes ahead of charges, so peaks are compared only without them.
     with_leases: bool,
 }
 
@@ -73,8 +73,7 @@ impl Program for World {
     fn step(&mut self, bytes: &mut Bytes<'_>) {
         match bytes.choice(23) {
             0 | 1 => self.charge(bytes),
-            2 => self.reserve_all(bytes),
-            3..=5 => self.release(bytes),
+            2..=5 => self.release(bytes),
             6 => self.split_or_merge(bytes),
             7 => self.limit(bytes),
             8 => self.guarantee(bytes),
@@ -97,13 +96,6 @@ impl Program for World {
                 self.model.nodes[at].priority = priority;
             }
             _ if self.with_leases => self.lease(bytes),
-            20 => {
-                let (at, budget) = self.pick(bytes);
-                let (soft, more, slack) = (bytes.u8(), bytes.u8(), bytes.u8() / 2);
-                let (soft, critical) = (soft.into(), u64::from(soft) + u64::from(more));
-                budget.set_levels(Levels { soft, critical, slack: slack.into() });
-                self.model.set_levels(at, [soft, critical, slack.into()]);
-            }
             _ => {
                 let (at, budget) = self.pick(bytes);
                 budget.reset_peak();
@@ -135,7 +127,6 @@ impl Program for World {
             if !self.with_leases {
                 assert_eq!(figures.held, model.held(at), "held at {at}");
                 assert_eq!(figures.peak, node.peak, "the peak at {at}");
-                assert_eq!(figures.level as u8, node.level, "the level at {at}");
                 let most = budget.remaining();
                 assert!(most == 0 || model.fits(at, most).is_ok(), "{most} remain at {at}");
                 assert!(model.fits(at, most + 1).is_err(), "more than {most} remain at {at}");
@@ -210,40 +201,6 @@ impl World {
             budget.charge(asked).map(Held::Charge)
         };
         self.keep(at, asked, answer);
-    }
-
-    /// Reserves up to four parts, of nodes of the tree and of none outside it.
-    fn reserve_all(&mut self, bytes: &mut Bytes<'_>) {
-        let parts: Vec<(usize, Budget, u64)> = (0..bytes.choice(5))
-            .map(|_| {
-                let (at, budget) = self.pick(bytes);
-                (at, budget, u64::from(bytes.u8() / 4))
-            })
-            .collect();
-        let asked: Vec<(usize, u64)> = parts.iter().map(|(at, _, bytes)| (*at, *bytes)).collect();
-        let named: Vec<(&Budget, u64)> =
-            parts.iter().map(|(_, budget, bytes)| (budget, *bytes)).collect();
-        match (Budget::reserve_all(&named), self.model.charge_all(&asked)) {
-            (Ok(all), Ok(())) => {
-                assert_eq!(all.len(), asked.len());
-                for (held, &(at, bytes)) in all.into_iter().zip(&asked) {
-                    assert_eq!(held.remaining(), bytes);
-                    self.held.push((at, bytes, Held::Reservation(held)));
-                }
-            }
-            (Err(refusal), Err(node)) => {
-                assert_eq!(refusal.budget, self.model.nodes[node].name, "who refused");
-                let there = asked.iter().filter(|(at, _)| self.model.is_below(*at, node));
-                assert_eq!(refusal.requested, there.map(|(_, bytes)| bytes).sum::<u64>());
-                let short = refusal.remaining < refusal.requested;
-                assert!(short || refusal.current + refusal.requested > refusal.limit, "{refusal}");
-                assert!(self.with_leases || refusal.current == self.model.used(node), "{refusal}");
-            }
-            (answer, expected) => {
-                let got = answer.map(|_| ());
-                panic!("a reservation of {asked:?}: {got:?} where {expected:?} was due");
-            }
-        }
     }
 
     fn release(&mut self, bytes: &mut Bytes<'_>) {

@@ -30,7 +30,7 @@ use crate::{
 };
 use aquifer_core::{
     Budget, Charge, MemoryError, Result, Tag,
-    budget::{HookRegistration, Levels, Waiting},
+    budget::{HookRegistration, Waiting},
 };
 use aquifer_device::{
     Adoption, DeviceBuffer, DevicePool, Graph, GraphPool, Parkable, PoolConfig, Request, Reserved,
@@ -45,10 +45,7 @@ use aquifer_stream::{InFlight, Stream};
 use std::{
     future::Future,
     pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::Arc,
     task::{Context, Poll, Waker},
     time::{Duration, Instant},
 };
@@ -141,8 +138,7 @@ struct World {
     charges: Vec<(usize, Charge)>,
     app: Arc<App<Live>>,
     /// How often a level has changed.
-    changes: Arc<AtomicU64>,
-    registrations: Vec<HookRegistration>,
+    registration: HookRegistration,
     stager: Option<Stager>,
     with_threads: bool,
     /// Whether a registration of host memory was made to fail. Memory that cannot be freed then
@@ -246,16 +242,7 @@ impl Program for World {
         let graph_pool = Some(owners[0].pool.graph_pool().expect(IDLE));
         let cost = Duration::from_micros(u64::from(bytes.u16()));
         let app = Arc::new(App::new(cost, |live: &Live| live.buffer.block().capacity()));
-        let changes = Arc::new(AtomicU64::new(0));
-        let seen = Arc::clone(&changes);
-        let registrations = vec![
-            budgets[usize::from(bytes.choice(4))].on_need(&app),
-            budgets[DEVICE].on_level(Arc::new(move |budget: &Budget, _| {
-                // A hook may call back into the budget.
-                let _ = budget.figures();
-                seen.fetch_add(1, Ordering::Relaxed);
-            })),
-        ];
+        let registration = budgets[usize::from(bytes.choice(4))].on_need(&app);
         let most = budgets.each_ref().map(Budget::limit);
         Some(Self {
             sim,
@@ -277,8 +264,7 @@ impl Program for World {
             waits: Vec::new(),
             charges: Vec::new(),
             app,
-            changes,
-            registrations,
+            registration,
             stager,
             with_threads,
             faulty_host: false,
@@ -317,8 +303,7 @@ impl Program for World {
             47 if self.with_threads => self.phase(bytes),
             _ => self.give_back(bytes),
         }
-        let changes = self.changes.load(Ordering::Relaxed);
-        self.answered(self.budgets[ROOT].used() ^ changes);
+        self.answered(self.budgets[ROOT].used());
     }
 
     fn check(&mut self) {
@@ -352,10 +337,10 @@ impl Program for World {
         for flight in self.flights.drain(..) {
             flight.wait().expect(IDLE);
         }
-        let Self { sim, budgets, owners, pinned, buffers, stager, app, registrations, .. } = self;
+        let Self { sim, budgets, owners, pinned, buffers, stager, app, registration, .. } = self;
         let (live, stable, rooms, lodged) = (self.live, self.stable, self.rooms, self.lodged);
         drop((live, stable, rooms, lodged, self.graphs, self.graph_pool, self.parkable, buffers));
-        drop((stager, registrations, app));
+        drop((stager, registration, app));
         for Owner { pool, streams, tenant, .. } in &owners {
             streams.iter().for_each(|stream| stream.synchronize().expect(IDLE));
             sim.run_all();
@@ -568,11 +553,6 @@ impl World {
         let (limit, shrinks) = match bytes.choice(4) {
             0 => (budget.used() + (some << 16), false),
             1 => ((some + 1) << 21, true),
-            2 => {
-                let (soft, more) = (some << 20, u64::from(bytes.u8()) << 16);
-                budget.set_levels(Levels { soft, critical: soft + more, slack: 1 << 20 });
-                return;
-            }
             _ => ((some + 1) << 21, false),
         };
         // Waiters are served at once under the new limit, here and in child budgets.

@@ -1,43 +1,12 @@
 //! Charging and releasing: every charge, reservation, lease refill and release goes through here.
-//! Only `reserve_all`, which charges several nodes at once, adds to the sums itself.
 
 use super::{
-    node::{Budget, Node, Tree},
+    node::{Budget, Node},
     refusal::OutOfBudget,
     spin_lock::SpinGuard,
     tree::Refusal,
 };
 use crate::sync::atomic::Ordering::Relaxed;
-
-impl Tree {
-    /// Retries a refused charge after recalling spare bytes, at most `nodes` times: as many nodes
-    /// could refuse.
-    #[cold]
-    pub(super) fn retry_with_recall(
-        &self,
-        mut refused: Refusal,
-        nodes: usize,
-        retry: impl Fn() -> Result<(), Refusal>,
-    ) -> Result<(), OutOfBudget> {
-        // Any charge may use the spare bytes of leases. Those below the refusing node are what it
-        // lacks. Afterwards the next node may refuse.
-        for _ in 0..nodes {
-            if refused.0.recall() == 0 {
-                break;
-            }
-            match retry() {
-                Ok(()) => return Ok(()),
-                Err(next) => refused = next,
-            }
-        }
-        // The first waiter may have an expired deadline that no thread has acted on yet.
-        if self.wait_queue.has_waiters() {
-            self.wait_queue.request_scan();
-            return retry().map_err(|(_, refusal)| refusal);
-        }
-        Err(refused.1)
-    }
-}
 
 impl Node {
     /// Takes `bytes` here and from every ancestor, or nothing. Never blocks.
@@ -66,12 +35,28 @@ impl Node {
     ) -> Result<(), OutOfBudget> {
         let Err(refused) = self.charge_locked(guard, bytes, priority) else { return Ok(()) };
         let charge = || self.charge_claiming(bytes, priority);
-        let refused = match self.tree.is_shared().then(charge) {
+        let mut refused = match self.tree.is_shared().then(charge) {
             Some(Ok(())) => return Ok(()),
             Some(Err(refused)) => refused,
             None => refused,
         };
-        self.tree.retry_with_recall(refused, self.path().count(), charge)
+        // Any charge may use the spare bytes of leases. Those below the refusing node are what it
+        // lacks. Afterwards the next node may refuse.
+        for _ in self.path() {
+            if refused.0.recall() == 0 {
+                break;
+            }
+            match charge() {
+                Ok(()) => return Ok(()),
+                Err(next) => refused = next,
+            }
+        }
+        // The first waiter may have an expired deadline that no thread has acted on yet.
+        if self.tree.wait_queue.has_waiters() {
+            self.tree.wait_queue.request_scan();
+            return charge().map_err(|(_, refusal)| refusal);
+        }
+        Err(refused.1)
     }
 
     /// Like [`Node::charge_locked`]. In a shared tree, what the limits admit is claimed first.
@@ -96,11 +81,8 @@ impl Node {
         priority: i64,
     ) -> Result<(), Refusal> {
         self.admit(bytes, priority).and_then(|()| self.require_claim(bytes))?;
-        let level_changed = self.add(bytes);
+        self.add(bytes);
         drop(guard);
-        if level_changed {
-            self.report_levels();
-        }
         Ok(())
     }
 
@@ -109,14 +91,16 @@ impl Node {
     pub(super) fn release(&'static self, bytes: u64) {
         let guard = self.tree.lock.lock();
         let fast = self.release_fast(bytes);
-        let level_changed = !fast && self.subtract(bytes);
+        if !fast {
+            self.subtract(bytes);
+        }
         let has_waiters = self.tree.wait_queue.has_waiters();
         // Waiters of this process come first.
         let unused = if fast || has_waiters { None } else { self.root().take_unused() };
         let last = self.used.load(Relaxed) == 0;
         drop(guard);
-        if level_changed || has_waiters || unused.is_some() {
-            self.notify(level_changed, has_waiters, unused);
+        if has_waiters || unused.is_some() {
+            self.notify(has_waiters, unused);
         }
         // From here on another thread may recycle and reuse the node. It is live then, and
         // `recycle_if_unused` leaves it alone.
@@ -126,21 +110,13 @@ impl Node {
     }
 
     #[cold]
-    fn notify(
-        &'static self,
-        level_changed: bool,
-        has_waiters: bool,
-        unused: Option<(Budget, u64)>,
-    ) {
+    fn notify(&'static self, has_waiters: bool, unused: Option<(Budget, u64)>) {
         Self::release_claim(unused);
         if has_waiters {
             self.tree.wait_queue.request_scan();
             if self.tree.is_shared() {
                 self.root().release_unused();
             }
-        }
-        if level_changed {
-            self.report_levels();
         }
     }
 

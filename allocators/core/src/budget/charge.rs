@@ -10,7 +10,7 @@ use std::{fmt, mem::ManuallyDrop};
 /// Bytes taken from a [`Budget`] and all its ancestors, released when this is dropped.
 ///
 /// Store it next to the resource that it pays for: a physical handle, a region, a block. Forgetting
-/// it keeps the bytes charged. Dropping it never blocks, but may call level hooks and wake waiters.
+/// it keeps the bytes charged. Dropping it never blocks, but may wake waiters.
 #[must_use = "a charge that is dropped at once pays for nothing"]
 pub struct Charge {
     /// A counted handle only if `bytes` is zero. Otherwise the bytes keep the node live.

@@ -19,11 +19,7 @@
 //! without a lock.
 
 use super::{
-    hooks::Hooks,
-    hooks::Reclaimer,
-    level::{LevelChange, Thresholds},
-    refusal::CapacitySource,
-    refusal::OutOfBudget,
+    hooks::Hooks, hooks::Reclaimer, refusal::CapacitySource, refusal::OutOfBudget,
     spin_lock::SpinLock,
 };
 use crate::sync::{
@@ -106,12 +102,6 @@ pub(super) struct Node {
     pub(super) priority: AtomicI64,
     /// The priority of the first waiter for room at this node, or [`NO_WAITER`].
     pub(super) waiter_priority: AtomicI64,
-    /// The level of `used`. `reported_level` is the level last reported to the hooks.
-    pub(super) level: AtomicU8,
-    pub(super) reported_level: AtomicU8,
-    pub(super) reporting: AtomicU8,
-    pub(super) thresholds: Thresholds,
-    pub(super) level_hooks: Hooks<Arc<LevelHook>>,
     pub(super) reclaimers: Hooks<Arc<Reclaimer>>,
     state: AtomicU8,
     name: Mutex<&'static str>,
@@ -217,10 +207,6 @@ impl Drop for Budget {
     }
 }
 
-/// A hook that is called when a level has changed. It may charge, release, set limits and panic. It
-/// should not block.
-pub type LevelHook = dyn Fn(&Budget, LevelChange) + Send + Sync;
-
 impl Node {
     /// Returns a live, empty node with one handle.
     pub(super) fn claim(
@@ -285,11 +271,6 @@ impl Node {
             stranded: AtomicU64::new(0),
             priority: AtomicI64::new(0),
             waiter_priority: AtomicI64::new(NO_WAITER),
-            level: AtomicU8::new(0),
-            reported_level: AtomicU8::new(0),
-            reporting: AtomicU8::new(0),
-            thresholds: Thresholds::none(),
-            level_hooks: Hooks::new(),
             reclaimers: Hooks::new(),
             state: AtomicU8::new(IN_TRANSITION),
             name: Mutex::new(""),
@@ -337,7 +318,6 @@ impl Node {
             self.state.store(IN_TRANSITION, Relaxed);
             // Lowering a guarantee cannot fail.
             let _ = self.set_guarantee(0);
-            self.clear_levels();
             self.stranded.store(0, Relaxed);
             if self.ancestors.is_empty() {
                 self.tree.claimed.store(NOT_SHARED, Relaxed);
@@ -347,7 +327,6 @@ impl Node {
             // Dropped with no lock held.
             let _source = lock(&self.tree.source).take();
         }
-        self.level_hooks.clear();
         self.reclaimers.clear();
         // Waiters may be able to use the bytes that were guaranteed to this node.
         self.tree.wait_queue.request_scan();

@@ -23,7 +23,6 @@
 
 use super::{
     hooks::{Offer, Reclaim, Reclaimer, Tried},
-    level_hooks::HookRegistration,
     node::{Budget, Node},
     refusal::{OutOfBudget, Raise},
 };
@@ -64,6 +63,35 @@ pub struct Room {
     pub tried: Vec<Tried>,
 }
 
+/// A registered reclaimer, removed when this is dropped. Another thread may still be running it at
+/// that time.
+///
+/// See the example of [`Budget::on_need`](super::Budget::on_need).
+#[must_use = "a registration that is dropped at once removes what it has registered"]
+pub struct HookRegistration {
+    pub(super) budget: Budget,
+    pub(super) number: u64,
+}
+
+impl std::fmt::Debug for HookRegistration {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Registration").field("budget", &self.budget.name()).finish_non_exhaustive()
+    }
+}
+
+impl HookRegistration {
+    /// Returns whether this is the reclaimer with this number at `node`.
+    pub(super) fn is(&self, node: &Node, number: u64) -> bool {
+        self.number == number && std::ptr::eq(self.budget.node, node)
+    }
+}
+
+impl Drop for HookRegistration {
+    fn drop(&mut self) {
+        self.budget.node.reclaimers.remove(self.number);
+    }
+}
+
 impl Budget {
     /// Registers a reclaimer of memory charged here or below. It stays registered until the
     /// registration or the last other reference to it is dropped.
@@ -89,7 +117,7 @@ impl Budget {
         let holder: Weak<R> = Arc::downgrade(holder);
         let number =
             self.node.reclaimers.add(Arc::new(Reclaimer { holder, busy: AtomicBool::new(false) }));
-        HookRegistration { budget: self.clone(), number, is_level_hook: false }
+        HookRegistration { budget: self.clone(), number }
     }
 
     /// Reclaims until a charge of `bytes` would fit, no reclaimer is left, or `deadline` has
@@ -239,6 +267,12 @@ impl Budget {
     }
 
     /// Reclaims until `missing` returns `None`.
+    /// Returns how often a reclaimer of this budget has panicked.
+    #[must_use]
+    pub fn panics(&self) -> u64 {
+        self.node.reclaimers.panics()
+    }
+
     fn search(
         &self,
         deadline: Option<Instant>,
@@ -368,52 +402,55 @@ impl Asking<'_> {
         deadline: Option<Instant>,
         eligible: &dyn Fn(MemoryLocation) -> bool,
     ) -> Option<Tried> {
-        self.calls_left = self.calls_left.checked_sub(1)?;
-        let before = node.used.load(Relaxed);
-        let past_deadline = has_passed(deadline);
-        let Candidates { best, busy } =
-            self.find_candidates(node, missing, past_deadline, eligible);
-        let (at, holder) = match (best, busy) {
-            (Some(best), _) => {
-                let Candidate { offer, at, reclaimer, holder, .. } = best;
-                if reclaimer.busy.swap(true, AcqRel) {
-                    // Another thread was faster. It is waited for only if there is no other
-                    // candidate.
-                    return self.reclaim_next(node, missing, deadline, eligible);
+        loop {
+            self.calls_left = self.calls_left.checked_sub(1)?;
+            let before = node.used.load(Relaxed);
+            let past_deadline = has_passed(deadline);
+            let Candidates { best, busy } =
+                self.find_candidates(node, missing, past_deadline, eligible);
+            let (at, holder) = match (best, busy) {
+                (Some(best), _) => {
+                    let Candidate { offer, at, reclaimer, holder, .. } = best;
+                    if reclaimer.busy.swap(true, AcqRel) {
+                        // Another thread was faster. It is waited for only if there is no other
+                        // candidate.
+                        continue;
+                    }
+                    let was_inside = IN_RECLAIMER.replace(true);
+                    at.reclaimers.call(|| holder.reclaim(missing, deadline));
+                    IN_RECLAIMER.set(was_inside);
+                    let offer_after =
+                        at.reclaimers.call(|| holder.offer()).unwrap_or_default().bytes;
+                    reclaimer.busy.store(false, Release);
+                    let call = CallRecord {
+                        reclaimer,
+                        offer_shrank: offer_after < offer.bytes,
+                        offer_after,
+                        past_deadline,
+                    };
+                    match self
+                        .calls
+                        .iter_mut()
+                        .find(|other| Arc::ptr_eq(&other.reclaimer, &call.reclaimer))
+                    {
+                        Some(other) => *other = call,
+                        None => self.calls.push(call),
+                    }
+                    (at, holder)
                 }
-                let was_inside = IN_RECLAIMER.replace(true);
-                at.reclaimers.call(|| holder.reclaim(missing, deadline));
-                IN_RECLAIMER.set(was_inside);
-                let offer_after = at.reclaimers.call(|| holder.offer()).unwrap_or_default().bytes;
-                reclaimer.busy.store(false, Release);
-                let call = CallRecord {
-                    reclaimer,
-                    offer_shrank: offer_after < offer.bytes,
-                    offer_after,
-                    past_deadline,
-                };
-                match self
-                    .calls
-                    .iter_mut()
-                    .find(|other| Arc::ptr_eq(&other.reclaimer, &call.reclaimer))
-                {
-                    Some(other) => *other = call,
-                    None => self.calls.push(call),
+                (None, Some((at, reclaimer, holder))) if !IN_RECLAIMER.get() => {
+                    if !reclaimer.wait(deadline) {
+                        return None;
+                    }
+                    (at, holder)
                 }
-                (at, holder)
-            }
-            (None, Some((at, reclaimer, holder))) if !IN_RECLAIMER.get() => {
-                if !reclaimer.wait(deadline) {
-                    return None;
-                }
-                (at, holder)
-            }
-            _ => return None,
-        };
-        let gave = before.saturating_sub(node.used.load(Relaxed));
-        // `name` is foreign code too, and may panic.
-        let step = at.reclaimers.call(|| holder.name()).unwrap_or("a reclaimer that panicked");
-        Some(Tried { step, gave })
+                _ => return None,
+            };
+            let gave = before.saturating_sub(node.used.load(Relaxed));
+            // `name` is foreign code too, and may panic.
+            let step = at.reclaimers.call(|| holder.name()).unwrap_or("a reclaimer that panicked");
+            return Some(Tried { step, gave });
+        }
     }
 
     /// Finds the cheapest candidate at this node or below.

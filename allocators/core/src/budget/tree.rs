@@ -10,7 +10,7 @@
 //! So a charge of `bytes` adds `bytes` to `used` on the whole path to the root. It adds to `held`
 //! only the part that no guarantee below had set aside.
 //!
-//! **Fast path.** Most charges cross no boundary: no limit, no new peak, no level, no unused
+//! **Fast path.** Most charges cross no boundary: no limit, no new peak, no unused
 //! guarantee, no waiter. Each node combines all of these in three bounds, which are recomputed
 //! whenever an input changes:
 //!
@@ -273,21 +273,8 @@ impl Node {
         None
     }
 
-    /// Adds a charge that [`Node::admit`] has accepted. Returns whether a level has changed.
-    pub(super) fn add(&'static self, bytes: u64) -> bool {
-        self.add_to_sums(bytes);
-        self.update_derived()
-    }
-
-    /// Subtracts a charge. Returns whether a level has changed.
-    pub(super) fn subtract(&'static self, bytes: u64) -> bool {
-        self.subtract_from_sums(bytes);
-        self.update_derived()
-    }
-
-    /// Adds a charge that [`Node::admit`] has accepted, to the sums alone.
-    /// [`Node::subtract_from_sums`] undoes it exactly if calls are undone in reverse order.
-    pub(super) fn add_to_sums(&'static self, bytes: u64) {
+    /// Adds a charge that [`Node::admit`] has accepted.
+    pub(super) fn add(&'static self, bytes: u64) {
         let mut more = bytes;
         for node in self.path() {
             let own_unused_guarantee = node.own_unused_guarantee();
@@ -296,10 +283,14 @@ impl Node {
                 .store(node.unused_guarantee.load(Relaxed) - (bytes - more), Relaxed);
             more -= more.min(own_unused_guarantee);
         }
+        for node in self.path() {
+            node.peak.store(node.peak.load(Relaxed).max(node.used.load(Relaxed)), Relaxed);
+            node.update_bounds();
+        }
     }
 
-    /// Subtracts a charge from the sums alone.
-    pub(super) fn subtract_from_sums(&'static self, bytes: u64) {
+    /// Subtracts a charge.
+    pub(super) fn subtract(&'static self, bytes: u64) {
         let mut less = bytes;
         for node in self.path() {
             let share = node.share();
@@ -308,18 +299,7 @@ impl Node {
                 .store(node.unused_guarantee.load(Relaxed) + (bytes - less), Relaxed);
             less = share - node.share();
         }
-    }
-
-    /// Updates what depends on the sums: peaks, levels, bounds. Returns whether a level has
-    /// changed.
-    pub(super) fn update_derived(&'static self) -> bool {
-        let mut level_changed = false;
-        for node in self.path() {
-            node.peak.store(node.peak.load(Relaxed).max(node.used.load(Relaxed)), Relaxed);
-            level_changed |= node.update_level();
-            node.update_bounds();
-        }
-        level_changed
+        self.path().for_each(Node::update_bounds);
     }
 
     /// Returns what the parent must always be able to hold for this node: its own guarantee, or the
@@ -371,20 +351,18 @@ impl Node {
             (self.unused_guarantee.load(Relaxed), self.guarantee.load(Relaxed));
         let guarantee_used = self.own_unused_guarantee() == 0;
         let ceiling = self.limit.load(Relaxed).saturating_sub(unused_guarantee);
-        let (rise, fall) = self.thresholds();
         let fast = guarantee_used && self.waiter_priority.load(Relaxed) == NO_WAITER;
         self.headroom_limit
             .store(if fast { ceiling.min(SLOW_PATH - 1) } else { SLOW_PATH }, Relaxed);
         // Each charge and each release of a shared root goes to its source.
         let is_shared = self.is_shared_root();
-        let fast_limit =
-            if fast && !is_shared { ceiling.min(self.peak.load(Relaxed)).min(rise) } else { 0 };
+        let fast_limit = if fast && !is_shared { ceiling.min(self.peak.load(Relaxed)) } else { 0 };
         self.fast_limit.store(fast_limit, Relaxed);
         // What children are guaranteed counts: `held` can exceed a lowered limit where `used` does
         // not, and then nothing more can be charged here either.
         let over_limit = self.used.load(Relaxed) > ceiling;
         let fast_floor = if guarantee_used && !is_shared {
-            guarantee.saturating_sub(unused_guarantee).max(fall)
+            guarantee.saturating_sub(unused_guarantee)
         } else {
             u64::MAX
         };

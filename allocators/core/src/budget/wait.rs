@@ -52,21 +52,15 @@ use std::{
     time::Instant,
 };
 
-/// Wakers and hooks to call once no lock is held. Wakers are also dropped then.
+/// Wakers to call, and so to drop, once no lock is held.
 #[derive(Default)]
-struct Wakeups {
-    wakers: Vec<Waker>,
-    level_changes: Vec<&'static Node>,
-}
+struct Wakeups(Vec<Waker>);
 
 impl Wakeups {
     fn deliver(self) {
-        for waker in self.wakers {
+        for waker in self.0 {
             // Foreign code: a panic must not keep the other waiters asleep.
             contain(|| waker.wake());
-        }
-        for node in self.level_changes {
-            node.report_levels();
         }
     }
 }
@@ -155,7 +149,6 @@ impl Waiters {
         let timed = self.waiters.values().any(|waiter| waiter.deadline.is_some());
         let now = at.or_else(|| timed.then(Instant::now));
         self.contended.reserve(self.waiters.len());
-        wakeups.level_changes.reserve(self.waiters.len());
         let guard = tree.lock.lock();
         for node in self.contended.drain(..) {
             node.waiter_priority.store(NO_WAITER, Relaxed);
@@ -167,9 +160,7 @@ impl Waiters {
             let admitted = node.admit(waiter.bytes, *priority);
             waiter.result = match admitted.and_then(|()| node.require_claim(waiter.bytes)) {
                 Ok(()) => {
-                    if node.add(waiter.bytes) {
-                        wakeups.level_changes.push(node);
-                    }
+                    node.add(waiter.bytes);
                     Some(Ok(()))
                 }
                 Err((refusing, refusal)) => {
@@ -198,7 +189,7 @@ impl Waiters {
             self.waiters.iter().filter(|(_, w)| w.result.is_some()).map(|(key, _)| *key).collect();
         for key in finished {
             let Some(mut waiter) = self.waiters.remove(&key) else { continue };
-            wakeups.wakers.extend(waiter.waker.take());
+            wakeups.0.extend(waiter.waker.take());
             if let Some(result) = waiter.result {
                 self.results.insert(key.1, result);
             }

@@ -1,7 +1,6 @@
 //! Tests of the guarantees of a budget, to the byte.
 
 use aquifer_core::{Budget, Charge, OutOfBudget, error::HeldElsewhere};
-use proptest::prelude::*;
 use std::{sync::Barrier, thread};
 
 #[test]
@@ -129,66 +128,6 @@ fn concurrent_charges_of_many_sizes_leave_exactly_nothing_and_never_pass_the_lim
     });
     assert_eq!(budget.used(), 0);
     assert!(budget.peak() <= 1000);
-}
-
-#[derive(Clone, Debug)]
-enum Op {
-    Charge(u64),
-    Drop(usize),
-    Split(usize, u64),
-    Limit(u64),
-}
-
-fn ops() -> impl Strategy<Value = Vec<Op>> {
-    let op = prop_oneof![
-        (0..80u64).prop_map(Op::Charge),
-        any::<usize>().prop_map(Op::Drop),
-        (any::<usize>(), 0..40u64).prop_map(|(i, n)| Op::Split(i, n)),
-        (0..200u64).prop_map(Op::Limit),
-    ];
-    prop::collection::vec(op, 0..60)
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: if cfg!(miri) { 2 } else { 256 },
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    })]
-
-    /// `used` equals the sum of all charges, and a charge is granted exactly when it fits.
-    #[test]
-    fn any_program_of_charges_adds_up(ops in ops()) {
-        let budget = Budget::new("b", 100);
-        let mut held: Vec<Charge> = Vec::new();
-        for op in ops {
-            match op {
-                Op::Charge(bytes) => {
-                    let fits = budget.used() + bytes <= budget.limit();
-                    let answer = budget.charge(bytes);
-                    prop_assert_eq!(answer.is_ok(), fits);
-                    held.extend(answer.ok());
-                }
-                Op::Drop(at) if !held.is_empty() => {
-                    let at = at % held.len();
-                    drop(held.swap_remove(at));
-                }
-                Op::Split(at, bytes) if !held.is_empty() => {
-                    let at = at % held.len();
-                    let part = held[at].split(bytes);
-                    held.extend(part);
-                }
-                Op::Limit(limit) => {
-                    let over = budget.set_limit(limit);
-                    prop_assert_eq!(over, budget.used().saturating_sub(limit));
-                }
-                Op::Drop(_) | Op::Split(..) => {}
-            }
-            prop_assert_eq!(budget.used(), held.iter().map(Charge::bytes).sum::<u64>());
-        }
-        drop(held);
-        prop_assert_eq!(budget.used(), 0);
-    }
 }
 
 #[test]

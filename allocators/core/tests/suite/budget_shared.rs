@@ -182,22 +182,6 @@ fn waiters_get_what_this_process_releases_and_what_others_release_by_the_answeri
 }
 
 #[test]
-fn several_shared_trees_are_reserved_all_at_once_or_not_at_all() {
-    let (first, second) = (Left::new(100), Left::new(50));
-    let one = Budget::shared("device 0", 1000, first.clone());
-    let two = Budget::shared("device 1", 1000, second.clone());
-    let below = one.child("tenant", 1000);
-    let parts = [(&one, 40), (&two, 50), (&below, 60)];
-    let all = Budget::reserve_all(&parts).unwrap();
-    assert_eq!((first.bytes(), second.bytes(), all[2].remaining()), (0, 0, 60));
-    drop(all);
-    second.claim(1).unwrap();
-    let refused = Budget::reserve_all(&parts).unwrap_err();
-    assert_eq!((refused.budget, refused.remaining), ("device 1", 49));
-    assert_eq!((first.bytes(), second.bytes(), one.used()), (100, 49, 0));
-}
-
-#[test]
 fn spare_bytes_of_a_lease_are_claimed_and_recalled() {
     let left = Left::new(100);
     let device = Budget::shared("device 0", 1000, left.clone());

@@ -8,7 +8,7 @@ pub(super) const NAMES: [&str; 24] = [
     "17", "18", "19", "20", "21", "22", "23",
 ];
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Node {
     pub(super) name: &'static str,
     pub(super) parent: Option<usize>,
@@ -18,9 +18,6 @@ pub(super) struct Node {
     /// Charged here directly, without its children.
     direct: u64,
     pub(super) peak: u64,
-    pub(super) level: u8,
-    /// The thresholds: soft, critical, slack.
-    levels: [u64; 3],
     /// The priority of the first waiter for room in this node.
     line: Option<i32>,
     pub(super) live: bool,
@@ -64,8 +61,6 @@ impl Model {
             priority,
             direct: 0,
             peak: 0,
-            level: 0,
-            levels: [u64::MAX, u64::MAX, 0],
             line: None,
             live: true,
         });
@@ -117,8 +112,7 @@ impl Model {
 
     /// Returns whether a `try` charge would be granted, or the node that refuses it.
     pub(super) fn fits(&self, at: usize, bytes: u64) -> Result<(), usize> {
-        let mut scratch =
-            Self { nodes: self.nodes.iter().map(Node::copy).collect(), waits: Vec::new() };
+        let mut scratch = Self { nodes: self.nodes.clone(), waits: Vec::new() };
         scratch.admit(at, bytes, self.nodes[at].priority)
     }
 
@@ -139,8 +133,7 @@ impl Model {
 
     /// Returns whether it would not fit even if everything else were released.
     fn never(&mut self, at: usize, bytes: u64) -> bool {
-        let mut scratch =
-            Self { nodes: self.nodes.iter().map(Node::copy).collect(), waits: Vec::new() };
+        let mut scratch = Self { nodes: self.nodes.clone(), waits: Vec::new() };
         for node in &mut scratch.nodes {
             node.direct = 0;
         }
@@ -153,7 +146,6 @@ impl Model {
         for at in self.path(at) {
             let used = self.used(at);
             self.nodes[at].peak = self.nodes[at].peak.max(used);
-            self.cross(at);
         }
     }
 
@@ -170,34 +162,6 @@ impl Model {
             self.change(at, |direct| *direct += bytes);
         }
         answer
-    }
-
-    /// Performs several `try` charges together. Each sees those before it.
-    pub(super) fn charge_all(&mut self, parts: &[(usize, u64)]) -> Result<(), usize> {
-        let mut answer = self.admit_all(parts);
-        if answer.is_err() && self.waiting(0) > 0 {
-            self.look(0);
-            answer = self.admit_all(parts);
-        }
-        if answer.is_ok() {
-            for &(at, bytes) in parts {
-                self.nodes[at].direct += bytes;
-            }
-            for &(at, _) in parts {
-                self.change(at, |_| {});
-            }
-        }
-        answer
-    }
-
-    fn admit_all(&self, parts: &[(usize, u64)]) -> Result<(), usize> {
-        let mut scratch =
-            Self { nodes: self.nodes.iter().map(Node::copy).collect(), waits: Vec::new() };
-        for &(at, bytes) in parts {
-            scratch.admit(at, bytes, self.nodes[at].priority)?;
-            scratch.nodes[at].direct += bytes;
-        }
-        Ok(())
     }
 
     pub(super) fn release(&mut self, at: usize, bytes: u64) {
@@ -230,22 +194,6 @@ impl Model {
         self.nodes[at].guarantee = guarantee;
         self.look(0);
         Ok(())
-    }
-
-    pub(super) fn set_levels(&mut self, at: usize, levels: [u64; 3]) {
-        self.nodes[at].levels = levels;
-        self.cross(at);
-    }
-
-    fn cross(&mut self, at: usize) {
-        let used = self.used(at);
-        let node = &mut self.nodes[at];
-        let [soft, critical, slack] = node.levels;
-        let rises = u8::from(used > soft) + u8::from(used > critical);
-        // The level stays until use has fallen below its threshold by the slack.
-        let stays = u8::from(used > soft.saturating_sub(slack))
-            + u8::from(used > critical.saturating_sub(slack));
-        node.level = node.level.min(stays).max(rises);
     }
 
     pub(super) fn leave(&mut self, at: usize) {
@@ -308,11 +256,5 @@ impl Model {
                 wait.answer = answer;
             }
         }
-    }
-}
-
-impl Node {
-    fn copy(&self) -> Self {
-        Self { levels: self.levels, ..*self }
     }
 }
