@@ -431,7 +431,9 @@ mod tests {
     #[test]
     fn parts_are_cut_only_at_the_ends_of_pieces() {
         let host = |at| {
-            HostEnd::Memory(std::ptr::NonNull::without_provenance(std::num::NonZeroUsize::new(at).unwrap()))
+            HostEnd::Memory(std::ptr::NonNull::without_provenance(
+                std::num::NonZeroUsize::new(at).unwrap(),
+            ))
         };
         let part = |at, device, bytes| Part { host: host(at), device, bytes };
         let (mut moves, parts) =
