@@ -2,7 +2,7 @@
 //!
 //! The kernel places a page on the node of the thread that touches it first, unless a policy says
 //! otherwise. Several threads touch memory about ten times as fast as one. So [`Workers`] has
-//! threads for each node, bound to the CPUs of the node that the process may use, and runs jobs on
+//! threads for each node, bound to the CPUs of the node that the process may use, and runs tasks on
 //! them.
 //!
 //! ```text
