@@ -115,20 +115,16 @@ impl MappedMemory {
     ) -> Option<HeapBlock> {
         let bytes = request.size().checked_next_multiple_of(HEAP.unit)?;
         let small = bytes <= HEAP.small_max;
-        // As in `claim`: the heap gets room for many small blocks, if there is any.
-        let lengths = if small { &[self.slot, HEAP.page][..] } else { &[bytes] };
+        let (len, align) = (if small { HEAP.page } else { bytes }, request.alignment());
         let own = cache.timeline();
         let (range, deps) = {
             let mut shared_free = self.shared_free();
-            let range = lengths.iter().find_map(|&len| {
-                let align = if small { len } else { 1 }.max(request.alignment());
-                shared_free.find(len, align, |deps| is_done_except(deps, Some(&own)))
-            })?;
+            let range = shared_free.find(len, align, |deps| is_done_except(deps, Some(&own)))?;
             (range, shared_free.take(range)?)
         };
         // Dependencies that are not done belong to the stream itself.
         let stamp = deps.iter().map(|(_, epoch)| *epoch).max().unwrap_or(0).min(own.open());
-        debug_assert!(range.len >= bytes, "{range:?}");
+        debug_assert!(range.len >= bytes && range.start.is_multiple_of(align), "{range:?}");
         cache.with(|s| {
             s.add(range, stamp);
             let block = Range { len: bytes, ..range };
