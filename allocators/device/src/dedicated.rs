@@ -19,7 +19,7 @@
 //! ```
 
 mod release;
-pub(crate) mod slot_pool;
+mod slot_usage;
 mod span;
 
 pub(crate) use release::SpanRelease;

@@ -73,19 +73,19 @@
 
 mod announcement;
 mod graph;
-mod memory;
 
 pub use announcement::Announced;
 pub use graph::{Captured, Graph};
 
 use crate::{
-    Block, DevicePool, Request, park::tagged::TaggedMemory, stream_cache::close::sweep_released,
+    Block, DevicePool, Request,
+    slot_memory::{SlotMemories, SlotMemory},
+    stream_cache::close::sweep_released,
 };
 use announcement::AnnouncedStreams;
-use aquifer_core::{PoolStats, Result, Tag};
+use aquifer_core::{PoolStats, Result, Tag, event::BlockKind};
 use aquifer_driver::{DeviceRange, RawStream, site};
 use aquifer_stream::Stream;
-use memory::{GraphMemories, GraphMemory};
 use std::{fmt, sync::Arc};
 
 /// Memory of one graph, or of several that share it. A clone is another handle, and each keeps the
@@ -132,7 +132,7 @@ use std::{fmt, sync::Arc};
 #[derive(Clone)]
 pub struct GraphPool {
     pool: DevicePool,
-    memory: Arc<GraphMemory>,
+    memory: Arc<SlotMemory>,
 }
 
 impl DevicePool {
@@ -142,13 +142,14 @@ impl DevicePool {
     /// the pool's budget.
     ///
     /// # Errors
-    /// The driver's error.
+    /// [`MemoryError::Unsupported`](aquifer_core::MemoryError::Unsupported) on devices without
+    /// virtual memory mapping; the driver's.
     #[track_caller]
     pub fn graph_pool(&self) -> Result<GraphPool> {
         let _site = site::enter();
         sweep_released();
         self.core().dedicated.reap_nonblocking();
-        GraphPool::new(self, Tag::NONE)
+        GraphPool::new(self, None)
     }
 
     /// Like [`DevicePool::graph_pool`], for memory that is [parked](DevicePool::park) and resumed
@@ -198,20 +199,19 @@ impl DevicePool {
     pub fn parkable_graph_pool(&self, tag: Tag) -> Result<GraphPool> {
         let _site = site::enter();
         let core = self.core();
-        let parkable = core.parkable_pools(tag)?;
+        core.parkable_memories(tag)?;
         sweep_released();
         core.dedicated.reap_nonblocking();
-        let pool = GraphPool::new(self, tag)?;
-        let tagged: Arc<dyn TaggedMemory> = pool.memory.clone();
-        parkable.add_other(&tagged);
-        Ok(pool)
+        GraphPool::new(self, Some(tag))
     }
 }
 
 impl GraphPool {
-    fn new(pool: &DevicePool, tag: Tag) -> Result<Self> {
-        let memory = GraphMemory::new(pool.core(), tag)?;
-        pool.core().feature::<GraphMemories>().add(&memory);
+    fn new(pool: &DevicePool, tag: Option<Tag>) -> Result<Self> {
+        let core = pool.core();
+        let (bytes, slot) = (core.info.memory, core.dedicated.step());
+        let memory = SlotMemory::new(core, BlockKind::Graph, tag, bytes, slot)?;
+        core.feature::<SlotMemories>().add(&memory);
         Ok(Self { pool: pool.clone(), memory })
     }
 

@@ -161,7 +161,7 @@
 //!
 //! On devices without virtual memory a pool caches nothing: each block is an allocation of the
 //! driver, as in [bypass mode](PoolConfig::bypass), and refuses alignments above [`BLOCK_ALIGN`].
-//! There [`StreamOrdered`] is quicker.
+//! There [`StreamOrdered`] is quicker, and no pool has memory of graphs.
 //!
 //! A freed block of a graph or of parkable memory that other streams may still use is `pending`
 //! too. That of a graph is then also part of `graphs`.
@@ -246,6 +246,7 @@ mod reserved;
 mod resource;
 mod retention;
 mod sharing_policy;
+mod slot_memory;
 mod slow_path;
 mod snapshot;
 mod source;

@@ -51,32 +51,23 @@
 //! fails, because the budget or the driver refuses, leaves everything parked and can be retried. If
 //! the pool is closed, blocks that are parked stay so for good.
 
-mod parkable;
-pub(crate) mod saved;
-mod settings;
-pub(crate) mod tagged;
+mod pending;
 
-pub(crate) use parkable::ParkablePool;
-pub(crate) use settings::Phase;
-pub use settings::{Elsewhere, Park, ParkReport, ResumeReport};
-pub use tagged::{PendingPark, PendingResume};
+pub use crate::slot_memory::{Elsewhere, Park, ParkReport, ResumeReport};
+pub use pending::{PendingPark, PendingResume};
 
 use crate::{
     Block, DeviceBuffer, DevicePool, Request,
-    base::{
-        lists::WeakList,
-        released::Released,
-        waits::{begin_request, deadline},
-    },
+    base::waits::{begin_request, deadline},
     limits::LiveLimit,
-    pool_core::{PoolCore, PoolHook},
+    pool_core::PoolCore,
+    slot_memory::{Capture, SlotMemories, SlotMemory},
 };
-use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result, Tag};
+use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result, Tag, event::BlockKind};
 use aquifer_driver::{DeviceRange, RawStream, site};
-use aquifer_stream::{Stream, Timeline};
+use aquifer_stream::Stream;
 use bytemuck::Pod;
 use std::{fmt, sync::Arc, time::Instant};
-use tagged::TaggedMemory;
 
 /// The size of a slot in bytes, if the pool sets none and memory is ample. At this size, 1 GiB is
 /// mapped in under a millisecond.
@@ -122,89 +113,9 @@ const SLOTS_PER_BUDGET: u64 = 64;
 #[derive(Clone)]
 pub struct Parkable {
     pool: DevicePool,
-    slots: Arc<ParkablePool>,
+    slots: Arc<SlotMemory>,
     /// The tenant whose live bytes its blocks are.
     tenant: Option<Arc<LiveLimit>>,
-}
-
-/// The parkable memory of a pool, by tag. Each entry lives as long as it is referenced.
-#[derive(Default)]
-pub(crate) struct ParkablePools {
-    pools: WeakList<ParkablePool>,
-    /// Other memory that is parked with a tag.
-    others: WeakList<dyn TaggedMemory>,
-}
-
-impl ParkablePools {
-    /// Registers other memory, which is parked and resumed with its tag from now on.
-    pub(crate) fn add_other(&self, new: &Arc<dyn TaggedMemory>) {
-        self.others.add(new);
-    }
-
-    /// Returns all memory of a tag.
-    fn memories(&self, tag: Tag) -> Vec<Arc<dyn TaggedMemory>> {
-        let pool = self.of(tag).map(|pool| -> Arc<dyn TaggedMemory> { pool });
-        let others = self.others.all().into_iter().filter(|other| other.tag() == tag);
-        pool.into_iter().chain(others).collect()
-    }
-
-    /// Returns an error if memory of the tag is parked.
-    pub(crate) fn check_resident(&self, tag: Tag) -> Result<()> {
-        let parked = self.memories(tag).iter().any(|memory| memory.is_parked());
-        if parked { Err(MemoryError::Parked { tag }) } else { Ok(()) }
-    }
-
-    /// Returns all that are in use, with no lock held.
-    pub(crate) fn all(&self) -> Vec<Arc<ParkablePool>> {
-        self.pools.all()
-    }
-
-    fn of(&self, tag: Tag) -> Option<Arc<ParkablePool>> {
-        self.all().into_iter().find(|parkable| parkable.tag == tag)
-    }
-
-    /// Registers `new` and returns it. If another thread was faster, returns that thread's instead.
-    fn add(&self, new: Arc<ParkablePool>) -> Arc<ParkablePool> {
-        let tag = new.tag;
-        self.pools.find_or_add(new, |parkable| parkable.tag == tag)
-    }
-}
-
-impl PoolHook for ParkablePools {
-    fn poll(&self) -> Result<()> {
-        self.all().iter().try_for_each(|parkable| parkable.poll_fences())
-    }
-
-    fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
-        self.all().iter().flat_map(|parkable| parkable.freed_work()).collect()
-    }
-
-    fn free_bytes(&self) -> u64 {
-        self.all().iter().map(|parkable| parkable.empty_bytes()).sum()
-    }
-
-    /// Returns slots that are wholly free to the driver.
-    fn release_free(&self) -> Released {
-        let mut released = Released::default();
-        for parkable in self.all() {
-            released += parkable.trim();
-        }
-        released
-    }
-}
-
-impl PoolCore {
-    /// Returns the bytes of a tag in live blocks on the device.
-    fn held_by(&self, tag: Tag) -> u64 {
-        let pass = self.scratch.begin();
-        let caches = self.caches(&pass);
-        let cached = caches.iter().map(|cache| {
-            cache.with(|s| s.holdings().filter(|h| h.tag == tag).map(|h| h.bytes).sum::<u64>())
-        });
-        let dedicated =
-            self.holdings_beside_caches().into_iter().filter(|h| h.tag == tag).map(|h| h.bytes);
-        cached.chain(dedicated).sum()
-    }
 }
 
 impl DevicePool {
@@ -223,15 +134,17 @@ impl DevicePool {
     pub fn parkable(&self, tag: Tag) -> Result<Parkable> {
         let _site = site::enter();
         let core = self.core();
-        let parkable = match core.feature::<ParkablePools>().of(tag) {
-            Some(parkable) => parkable,
+        let slots = match core.feature::<SlotMemories>().parkable(tag) {
+            Some(slots) => slots,
             None => {
-                let pools = core.parkable_pools(tag)?;
+                let memories = core.parkable_memories(tag)?;
                 core.dedicated.reap_nonblocking();
-                pools.add(ParkablePool::new(core, tag, core.slot())?)
+                let (kind, bytes) = (BlockKind::Parkable, core.info.memory.saturating_mul(2));
+                let new = SlotMemory::new(core, kind, Some(tag), bytes, core.parkable_slot())?;
+                memories.add_parkable(new)
             }
         };
-        Ok(Parkable { pool: self.clone(), slots: parkable, tenant: None })
+        Ok(Parkable { pool: self.clone(), slots, tenant: None })
     }
 
     /// Parks the [parkable](DevicePool::parkable) blocks of `tag`: waits for their uses, saves or
@@ -285,7 +198,7 @@ impl DevicePool {
             return Err(UNSUPPORTED);
         }
         let until = how.deadline.or_else(|| deadline(core.config.wait));
-        let memories = core.feature::<ParkablePools>().memories(tag);
+        let memories = core.feature::<SlotMemories>().of(tag);
         PendingPark::begin(self, memories, tag, &how, until)
     }
 
@@ -319,7 +232,7 @@ impl DevicePool {
     #[track_caller]
     pub fn begin_resume(&self, tag: Tag, deadline: Option<Instant>) -> Result<PendingResume> {
         let _site = site::enter();
-        let memories = self.core().feature::<ParkablePools>().memories(tag);
+        let memories = self.core().feature::<SlotMemories>().of(tag);
         PendingResume::begin(self.core(), memories, tag, deadline)
     }
 
@@ -327,14 +240,14 @@ impl DevicePool {
     /// the free parts between the blocks: what parking it returns to the driver.
     #[must_use]
     pub fn parkable_bytes(&self, tag: Tag) -> u64 {
-        let memories = self.core().feature::<ParkablePools>().memories(tag);
+        let memories = self.core().feature::<SlotMemories>().of(tag);
         memories.iter().map(|memory| memory.charged_bytes()).sum()
     }
 
     /// Returns whether memory of this tag is parked, being parked or being resumed.
     #[must_use]
     pub fn is_parked(&self, tag: Tag) -> bool {
-        self.core().feature::<ParkablePools>().check_resident(tag).is_err()
+        self.core().feature::<SlotMemories>().check_resident(tag).is_err()
     }
 }
 
@@ -346,16 +259,16 @@ impl PoolCore {
     ///
     /// # Errors
     /// [`MemoryError::Unsupported`]; [`MemoryError::Parked`] while memory of the tag is parked.
-    pub(crate) fn parkable_pools(&self, tag: Tag) -> Result<&ParkablePools> {
+    pub(crate) fn parkable_memories(&self, tag: Tag) -> Result<&SlotMemories> {
         if self.dedicated.step() == 0 {
             return Err(UNSUPPORTED);
         }
-        let pools = self.feature::<ParkablePools>();
-        pools.check_resident(tag).map(|()| pools)
+        let memories = self.feature::<SlotMemories>();
+        memories.check_resident(tag).map(|()| memories)
     }
 
     /// Returns the size of a slot of parkable memory in bytes.
-    fn slot(&self) -> u64 {
+    fn parkable_slot(&self) -> u64 {
         if self.config.handle_bytes > 0 {
             return self.dedicated.step();
         }
@@ -383,16 +296,16 @@ impl Parkable {
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         let _site = site::enter();
         if request.size() == 0 {
-            return Block::empty(self.pool.streams(), stream, self.slots.tag);
+            return Block::empty(self.pool.streams(), stream, self.slots.tag());
         }
-        let request = self.pool.core().checked(request)?.tag(self.slots.tag);
+        let request = self.pool.core().checked(request)?.tag(self.slots.tag());
         // One deadline for the limits of the tenant and the tag, and for the pool.
         let _request = begin_request();
         let core = self.pool.core();
         let of_tenant =
             self.tenant.as_ref().map(|limit| limit.charge(core, stream, &request)).transpose()?;
         let of_tag = core.charge_tag(stream, &request)?;
-        let mut block = self.slots.allocate(stream, request)?;
+        let mut block = self.slots.allocate(stream, request, Capture::UNANNOUNCED)?;
         block.count_for_tag(of_tag);
         if of_tenant.is_some() {
             block.meta_mut().live.of_tenant = of_tenant;
@@ -413,7 +326,7 @@ impl Parkable {
     /// Returns the tag of its blocks.
     #[must_use]
     pub fn tag(&self) -> Tag {
-        self.slots.tag
+        self.slots.tag()
     }
 
     /// Returns the pool.
@@ -457,7 +370,11 @@ impl Opaque for Parkable {
         self.stats()
     }
     fn trim(&self, keep: u64) -> Result<u64> {
-        if self.stats().physical > keep { self.slots.trim().complete() } else { Ok(0) }
+        if self.stats().physical > keep {
+            self.slots.release_slots(u64::MAX).complete()
+        } else {
+            Ok(0)
+        }
     }
 }
 

@@ -98,14 +98,13 @@ impl Program for World {
     const PROCESS: Process = Process::Alone;
 
     fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
-        let mapping = bytes.choice(4) != 0;
-        let sim = simulated(mapping).symbolic().capacity(CAPACITY);
+        let sim = simulated(true).symbolic().capacity(CAPACITY);
         let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim };
         let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(30)) + 8) << 20);
         let mut config = PoolConfig::with_budget(budget);
         config.wait = Duration::from_micros(300);
         config.bypass = bytes.choice(8) == 1;
-        let bypass = config.bypass || !mapping;
+        let bypass = config.bypass;
         Some(Self {
             rig: Rig::open(sim, config, 4),
             pools: Vec::new(),

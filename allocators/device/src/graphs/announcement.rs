@@ -1,11 +1,10 @@
 //! Announcements: which captures allocate from which memory.
 
-use super::memory::GraphMemory;
 use crate::{
     Block, DevicePool, Request,
     base::driver::check_stream_device,
-    dedicated::slot_pool::Capture,
     pool_core::{PoolCore, PoolHook},
+    slot_memory::{Capture, SlotMemory},
 };
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::RawStream;
@@ -47,7 +46,7 @@ pub(super) struct Announcement {
     streams: AnnouncedStreams,
     /// Whether it also covers work that is not captured.
     covers_eager: bool,
-    memory: Arc<GraphMemory>,
+    memory: Arc<SlotMemory>,
     /// The driver's number of the last capture that has allocated from it; 0 before the first.
     /// Streams that join that capture use it too.
     capture: AtomicU64,
@@ -55,7 +54,7 @@ pub(super) struct Announcement {
 
 impl Announcement {
     /// Returns its memory, for the work of a capture or for eager work.
-    fn serve(&self, id: u64) -> (Arc<GraphMemory>, Capture) {
+    fn serve(&self, id: u64) -> (Arc<SlotMemory>, Capture) {
         (self.memory.clone(), Capture { announced: self.number, id })
     }
 }
@@ -71,7 +70,7 @@ impl Announcements {
 
     /// Returns the memory for blocks of this stream, if an announcement covers its work. The newest
     /// announcement applies, so that they can be nested. Queries the driver.
-    fn memory_for(&self, stream: &Stream) -> Result<Option<(Arc<GraphMemory>, Capture)>> {
+    fn memory_for(&self, stream: &Stream) -> Result<Option<(Arc<SlotMemory>, Capture)>> {
         // The filters are foreign code and run without the lock.
         let open = self.lock().clone();
         let Some(id) = stream.timeline().capture()? else {
@@ -123,7 +122,7 @@ impl Announced {
     /// [`MemoryError::WrongDevice`]; [`MemoryError::AlreadyAnnounced`].
     pub(super) fn new(
         pool: &DevicePool,
-        memory: &Arc<GraphMemory>,
+        memory: &Arc<SlotMemory>,
         streams: AnnouncedStreams,
         covers_eager: bool,
     ) -> Result<Self> {
@@ -168,7 +167,7 @@ impl Announced {
 
     /// Ends the announcement and returns the memory. The caller records the launches of the
     /// captured graph.
-    pub(super) fn end_tracked(mut self) -> Arc<GraphMemory> {
+    pub(super) fn end_tracked(mut self) -> Arc<SlotMemory> {
         self.tracked = true;
         self.announcement.memory.clone()
     }

@@ -1,9 +1,10 @@
 //! Graphs over the memory of a pool, captured by this library or by others.
 #![expect(unsafe_code, reason = "launches and ends graphs")]
 
-use super::{Announced, GraphPool, memory::GraphMemory};
+use super::{Announced, GraphPool};
 use crate::{
     base::{driver::check_stream_device, released},
+    slot_memory::SlotMemory,
     stream_cache::close::sweep_released,
 };
 use aquifer_core::{DeviceId, MemoryError, Result};
@@ -32,7 +33,7 @@ pub struct Graph {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     exec: RawGraphExec,
-    memory: Arc<GraphMemory>,
+    memory: Arc<SlotMemory>,
 }
 
 /// An open capture of this library. Dropping it ends the capture and destroys the resulting graph.
@@ -192,7 +193,7 @@ impl fmt::Debug for Graph {
 /// recorded by then are done.
 #[derive(Clone)]
 pub struct Captured {
-    memory: Arc<GraphMemory>,
+    memory: Arc<SlotMemory>,
 }
 
 impl Announced {

@@ -6,10 +6,7 @@
 use crate::support::{self, MIB, Rig};
 use aquifer_core::MemoryError;
 use aquifer_device::{Block, DeviceBuffer, DevicePool, Graph, GraphPool, PoolConfig, Request};
-use aquifer_driver::{
-    Access, Call, CaptureMode, DeviceId,
-    sim::{DeviceConfig, Sim, SimConfig},
-};
+use aquifer_driver::{Access, Call, CaptureMode, DeviceId, sim::Sim};
 use aquifer_stream::Stream;
 use std::time::Duration;
 
@@ -18,9 +15,7 @@ fn alloc(rig: &Rig, s: &Stream, bytes: u64) -> Block {
 }
 
 fn kinds() -> [Rig; 2] {
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    [Rig::new(256), Rig::on(Sim::new(config), 256, |_| ())]
+    [Rig::new(256), Rig::on(Sim::h200(1), 256, |config| config.bypass = true)]
 }
 
 /// Runs `work` while all work of `s` is served from `graphs`.

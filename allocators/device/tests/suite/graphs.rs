@@ -6,10 +6,7 @@
 use crate::support::{MIB, PATIENCE, Rig};
 use aquifer_core::{MemoryError, Tag};
 use aquifer_device::{Announced, Block, DeviceBuffer, Request};
-use aquifer_driver::{
-    Access, Call, CaptureMode, DeviceId, RawGraph,
-    sim::{DeviceConfig, Sim, SimConfig},
-};
+use aquifer_driver::{Access, Call, CaptureMode, DeviceId, RawGraph, sim::Sim};
 use aquifer_stream::{Stream, StreamLifetime};
 use std::{
     sync::{
@@ -34,15 +31,9 @@ fn alloc(rig: &Rig, s: &Stream, bytes: u64) -> Block {
     rig.pool.alloc(s, Request::bytes(bytes)).unwrap()
 }
 
-/// Returns a device without virtual memory.
-fn plain() -> Sim {
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    Sim::new(config)
-}
-
+/// Returns pools beside whose caches, and beside whose bypass, graphs have memory.
 fn kinds() -> [Rig; 2] {
-    [Rig::new(256), Rig::on(plain(), 256, |_| ())]
+    [Rig::new(256), Rig::on(Sim::h200(1), 256, |config| config.bypass = true)]
 }
 
 /// Ends the capture and its announcement, and returns the captured memory.
@@ -379,12 +370,7 @@ fn memory_kept_by_the_driver_for_a_graph_is_released_when_the_driver_reports_it(
 #[test]
 fn pool_operations_break_no_capture_of_any_mode() {
     for mode in MODES {
-        for rig in [
-            Rig::new(32),
-            Rig::on(plain(), 192, |_| ()),
-            Rig::on(plain(), 192, |c| c.bypass = true),
-            Rig::on(Sim::h200(1), 32, |c| c.bypass = true),
-        ] {
+        for rig in [Rig::new(32), Rig::on(Sim::h200(1), 32, |c| c.bypass = true)] {
             let (s, u) = (rig.stream(), rig.stream());
             let graphs = rig.pool.graph_pool().unwrap();
             let kept = alloc(&rig, &s, 4096);

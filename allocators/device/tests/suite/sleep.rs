@@ -337,10 +337,11 @@ fn parked_graphs_of_a_closed_pool_leave_nothing_behind() {
 }
 
 #[test]
-fn devices_without_virtual_memory_have_no_parkable_graphs() {
+fn devices_without_virtual_memory_have_no_memory_of_graphs() {
     let mut config = SimConfig::h200(1);
     config.devices = vec![DeviceConfig::without_virtual_memory()];
     let rig = Rig::on(Sim::new(config), 64, |_| ());
-    let refused = rig.pool.parkable_graph_pool(tags()[0]).map(drop);
-    assert!(matches!(refused, Err(MemoryError::Unsupported { .. })));
+    for refused in [rig.pool.graph_pool(), rig.pool.parkable_graph_pool(tags()[0])] {
+        assert!(matches!(refused.map(drop), Err(MemoryError::Unsupported { .. })));
+    }
 }

@@ -1,12 +1,12 @@
 //! Blocks at given addresses, for callers that bring the memory of graphs back to an earlier state.
 
-use super::{Capture, GraphMemory, Range};
+use super::{SlotMemory, ranges::Capture};
 use crate::{
     Block, Request,
     base::{driver::check_stream_device, pending::StreamDeps},
 };
 use aquifer_core::{BLOCK_ALIGN, MemoryError, Result, Tag};
-use aquifer_driver::{DeviceRange, RawStream};
+use aquifer_heap::Range;
 use aquifer_stream::Stream;
 use std::sync::Arc;
 
@@ -16,15 +16,10 @@ fn common(one: Range, other: Range) -> Option<Range> {
     (start < end).then(|| Range { start, len: end - start })
 }
 
-impl GraphMemory {
-    /// Returns the live blocks by address, with their requested sizes and their streams.
-    pub(in crate::graphs) fn live_blocks(&self) -> Vec<(DeviceRange, RawStream)> {
-        self.state().slots.list(&self.dedicated)
-    }
-
+impl SlotMemory {
     /// Allocates a block at `address` for a valid request, for work of `stream` that is not
     /// captured. Orders the stream on the device after the work that used the memory last.
-    pub(in crate::graphs) fn allocate_at(
+    pub(crate) fn allocate_at(
         self: &Arc<Self>,
         stream: &Stream,
         request: Request,
@@ -43,18 +38,14 @@ impl GraphMemory {
         }
         let take = || self.state().slots.ranges.free.take(range);
         let deps = take().or_else(|| {
-            self.poll_fences();
+            let _ = self.poll_fences();
             take()
         });
         let deps = match deps {
             Some(deps) => deps,
             None => self.take_with_missing(stream, range, request.owner())?,
         };
-        let ordered =
-            deps.iter().try_for_each(|(other, epoch)| timeline.wait_for(other, *epoch).map(drop));
-        ordered
-            .and_then(|()| self.make_eager_block(stream, range, &request, Capture::UNANNOUNCED))
-            .inspect_err(|_| self.state().slots.ranges.free.add(range, deps))
+        self.make_block_behind(stream, range, deps, &request)
     }
 
     /// Takes a range of which some slots have been given back to the driver, and adds memory to
@@ -64,8 +55,7 @@ impl GraphMemory {
     /// [`MemoryError::Busy`] if a part is not free; as for new memory.
     fn take_with_missing(&self, stream: &Stream, range: Range, tag: Tag) -> Result<StreamDeps> {
         let busy = MemoryError::Busy { address: range.start };
-        let Some(span) = &self.span else { return Err(busy) };
-        let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
+        let pool = self.open_pool()?;
         let grid = self.grid();
         let (missing, taken) = {
             let ranges = &mut self.state().slots.ranges;
@@ -82,7 +72,7 @@ impl GraphMemory {
             let take = |part| ranges.free.take(part).map(|deps| (part, deps));
             (missing, free.into_iter().filter_map(take).collect::<Vec<_>>())
         };
-        let backed = pool.back_slots(span, stream.timeline(), tag, &missing, None);
+        let backed = pool.back_slots(&self.span, stream.timeline(), tag, &missing, None);
         if let Ok(new) = backed {
             let added: Vec<Range> = missing.iter().map(|&slot| grid.slot_range(slot)).collect();
             self.record_growth(&added, new);
@@ -103,7 +93,7 @@ impl GraphMemory {
     /// whose work is done, and else orders the stream on the device after that work. Returns `None`
     /// if no free range is large enough, if the stream captures, or if launches that are not
     /// recorded may write free memory.
-    pub(in crate::graphs) fn allocate_free(
+    pub(crate) fn allocate_free(
         self: &Arc<Self>,
         stream: &Stream,
         request: Request,
@@ -114,7 +104,7 @@ impl GraphMemory {
         if self.state().has_untracked_launches || timeline.is_capturing()? {
             return Ok(None);
         }
-        self.poll_fences();
+        let _ = self.poll_fences();
         let (bytes, align) = (request.size().next_multiple_of(BLOCK_ALIGN), request.alignment());
         let capture = Capture::UNANNOUNCED;
         let taken = {
@@ -125,40 +115,26 @@ impl GraphMemory {
             found.and_then(|(_, range)| Some((range, free.take(range)?)))
         };
         let Some((range, deps)) = taken else { return Ok(None) };
-        let ordered =
-            deps.iter().try_for_each(|(other, epoch)| timeline.wait_for(other, *epoch).map(drop));
-        ordered
-            .and_then(|()| self.make_eager_block(stream, range, &request, capture))
-            .inspect_err(|_| self.state().slots.ranges.free.add(range, deps))
-            .map(Some)
+        self.make_block_behind(stream, range, deps, &request).map(Some)
     }
 
-    /// Wraps a range, which the caller owns, in a block for work that is not captured. Orders the
-    /// stream on the device after all launches, which write free memory too. Waits while another
-    /// thread queues a launch of the same memory.
-    pub(super) fn make_eager_block(
+    /// Wraps a taken range in a block for work that is not captured, and orders the stream on the
+    /// device after the work that the range depends on. On failure the range is free again.
+    fn make_block_behind(
         self: &Arc<Self>,
         stream: &Stream,
         range: Range,
+        deps: StreamDeps,
         request: &Request,
-        capture: Capture,
     ) -> Result<Block> {
-        let _launch = self.lock_launches();
-        // Copied first: no lock is held during a driver call.
-        let launches = self.state().launches.clone();
-        for (on, epoch) in &launches {
-            stream.timeline().wait_for(on, *epoch)?;
-        }
-        Ok(self.make_block(stream, range, request, capture))
+        let deps = self.order_behind(stream.timeline(), range, deps)?;
+        self.make_eager_block(stream, range, request, Capture::UNANNOUNCED)
+            .inspect_err(|_| self.state().slots.ranges.free.add(range, deps))
     }
 
-    /// Returns whether the pool has reserved or allocated these addresses.
+    /// Returns whether these addresses are reserved for this memory.
     fn contains(&self, address: u64, bytes: u64) -> bool {
-        let inside = |start: u64, len: u64| {
-            let end = address.checked_add(bytes);
-            start <= address && end.is_some_and(|end| end <= start + len)
-        };
-        let span = self.span.as_ref().is_some_and(|span| inside(span.address, span.bytes));
-        span || self.state().segments.iter().any(|span| inside(span.address, span.bytes))
+        let (start, end) = (self.span.address, address.checked_add(bytes));
+        start <= address && end.is_some_and(|end| end <= start + self.span.bytes)
     }
 }

@@ -9,7 +9,6 @@ use aquifer_heap::Range;
 use aquifer_stream::{Stream, Timeline};
 use std::{
     alloc::Layout,
-    fmt,
     ptr::NonNull,
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
@@ -251,10 +250,4 @@ pub(crate) fn restore(stream: &Stream, pieces: &[SavedPiece], ranges: &[Range]) 
         Ok(bytes)
     });
     copied?
-}
-
-impl fmt::Debug for SavedPiece {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Piece").field("bytes", &self.bytes()).finish_non_exhaustive()
-    }
 }

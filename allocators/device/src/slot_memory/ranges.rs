@@ -1,5 +1,4 @@
-//! Slot pools: memory in slots of a span, out of which blocks are cut. Memory of graphs and
-//! parkable memory are such pools.
+//! The parts of slots that are in no live block.
 //!
 //! ```text
 //!   slot without memory ──claimed, backed──▶ free ──cut──▶ block
@@ -7,34 +6,18 @@
 //!                                             │              ▼
 //!                                             └── collected ─ pending, while other streams use it
 //! ```
-//!
-//! In statistics, their memory moves like this. Pending memory is of two kinds: freed blocks that
-//! other streams still use, and retiring slots.
-//!
-//! ```text
-//!   nothing ──backed──▶ cached ──allocated──▶ live
-//!      ▲                 │  ▲                   │
-//!      │                 │  └──collected── pending ◀──freed
-//!      └── unmapped ──── pending ◀──retired
-//! ```
 
-use super::{DedicatedPool, Span};
 use crate::{
-    Block,
     backing::{shared_free::SharedFreeList, window::Grid},
     base::{
-        extent::{AttachedValue, PackedRequest, UntilFree},
+        extent::AttachedValue,
         pending::{self, DeferredFree, PartsWork, PendingUses, StreamDeps},
     },
-    block::{DriverBlock, ReleaseBlock},
 };
-use aquifer_core::{
-    Action, MemoryError, Result, Tag,
-    event::{BlockKind, Event, EventTicket},
-};
+use aquifer_core::{MemoryError, Result};
 use aquifer_heap::Range;
-use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
-use std::{collections::BTreeSet, mem, sync::Arc};
+use aquifer_stream::Timeline;
+use std::{collections::BTreeSet, sync::Arc};
 
 /// A capture of an announcement, or the work of an announcement that is not captured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -63,7 +46,7 @@ impl Capture {
     }
 }
 
-/// The ranges of a slot pool that are in no live block.
+/// The ranges of memory in slots that are in no live block.
 #[derive(Default)]
 pub(crate) struct SlotRanges {
     /// Free ranges in claimed slots, with their dependencies.
@@ -72,14 +55,6 @@ pub(crate) struct SlotRanges {
     pub(crate) claimed: BTreeSet<u64>,
     /// Freed blocks that other streams still use.
     pending: Vec<DeferredFree>,
-}
-
-/// What the freed blocks of a slot pool leave behind when the pool ends.
-#[derive(Default)]
-pub(crate) struct SlotLeftovers {
-    pub(crate) work: PartsWork,
-    /// Values to be dropped when the memory is really free.
-    pub(crate) until_free: Vec<AttachedValue>,
 }
 
 impl SlotRanges {
@@ -203,172 +178,17 @@ impl SlotRanges {
         removed
     }
 
-    /// Ends the freed blocks when the pool ends, and counts their bytes.
-    pub(crate) fn end(&mut self, count: impl Fn(u64)) -> SlotLeftovers {
-        let mut left = SlotLeftovers::default();
+    /// Ends the freed blocks when the memory ends, and counts their bytes. Returns their work, and
+    /// the values to be dropped when the memory is really free.
+    pub(crate) fn end(&mut self, count: impl Fn(u64)) -> (PartsWork, Vec<AttachedValue>) {
+        let (mut work, mut until_free) = (PartsWork::default(), Vec::new());
         for block in self.pending.drain(..) {
             count(block.bytes);
-            let work = block.work.into_parts();
-            left.work.own.extend(work.own);
-            left.work.uses.extend(work.uses);
-            left.until_free.extend(block.until_free.map(|all| *all).unwrap_or_default());
+            let parts = block.work.into_parts();
+            work.own.extend(parts.own);
+            work.uses.extend(parts.uses);
+            until_free.extend(block.until_free.map(|all| *all).unwrap_or_default());
         }
-        left
-    }
-}
-
-impl SlotLeftovers {
-    /// Takes the values to be dropped when the memory is really free.
-    pub(crate) fn take_until_free(&mut self) -> UntilFree {
-        (!self.until_free.is_empty()).then(|| Box::new(mem::take(&mut self.until_free)))
-    }
-}
-
-impl DedicatedPool {
-    /// Makes those of `slots` retiring that are wholly free and whose work is done. Returns them.
-    pub(crate) fn retire_free_slots(
-        &self,
-        ranges: &mut SlotRanges,
-        span: &Span,
-        slots: &[u64],
-    ) -> Vec<u64> {
-        let removed = ranges.remove_free_slots(slots, span.grid(), pending::is_done);
-        // Accounted before another thread can unmap them.
-        self.slot_pool_retired(removed.len() as u64 * span.slot);
-        for &slot in &removed {
-            span.retire(slot..slot + 1, PartsWork::default(), None);
-        }
-        removed
-    }
-
-    /// Wraps a range of a slot pool in a block, which `releaser` takes back. Returns it with the
-    /// watch over its uses.
-    pub(crate) fn slot_pool_block(
-        &self,
-        releaser: Arc<dyn ReleaseBlock>,
-        streams: &StreamPool,
-        stream: &Stream,
-        range: Range,
-        requested: u64,
-        tag: Tag,
-    ) -> (Block, Watch) {
-        debug_assert!(requested <= range.len, "a block is smaller than requested");
-        let timeline = stream.timeline();
-        let driver_block = DriverBlock {
-            releaser,
-            timeline: timeline.clone(),
-            streams: streams.clone(),
-            bytes: range.len,
-            key: 0,
-        };
-        let block = Block::from_driver_block(
-            range.start,
-            PackedRequest::new(requested, tag),
-            driver_block,
-            self.generation(),
-        );
-        let watch = block.uses.watch(timeline);
-        (block, watch)
-    }
-}
-
-impl DedicatedPool {
-    /// Counts slots that get memory: `new` bytes from the driver, and `again` bytes that were
-    /// retiring.
-    pub(crate) fn slot_pool_backed(&self, new: u64, again: u64) {
-        self.update_usage(|a| {
-            a.cached += new + again;
-            a.pending -= again;
-            a.growths += u64::from(new > 0);
-        });
-    }
-
-    /// Counts empty slots that become retiring.
-    pub(crate) fn slot_pool_retired(&self, bytes: u64) {
-        self.update_usage(|a| {
-            a.cached -= bytes;
-            a.pending += bytes;
-        });
-    }
-
-    /// Counts an allocated block.
-    pub(crate) fn slot_pool_allocated(
-        &self,
-        kind: BlockKind,
-        bytes: u64,
-        requested: u64,
-        tag: Tag,
-    ) {
-        self.update_usage(|a| {
-            a.cached -= bytes;
-            if kind == BlockKind::Graph {
-                a.free_of_graphs -= bytes;
-            }
-            a.record_alloc(bytes, requested, tag);
-            a.by_tag.of_mut(tag).blocks += 1;
-            a.live.add_block();
-        });
-    }
-
-    /// Counts a freed block, whose memory, if any, is pending.
-    pub(crate) fn slot_pool_freed(&self, bytes: u64, requested: u64, tag: Tag) {
-        self.update_usage(|a| {
-            a.record_free(bytes, requested, tag);
-            a.by_tag.of_mut(tag).blocks -= 1;
-            a.live.remove_block();
-        });
-    }
-
-    /// Makes the events of blocks that have become free. Called under the lock under which their
-    /// memory becomes free, so that they precede the events of the next blocks there.
-    pub(crate) fn completion_events(
-        &self,
-        kind: BlockKind,
-        over: &[DeferredFree],
-        tag: Tag,
-    ) -> Vec<(EventTicket, Event)> {
-        let event = |block: &DeferredFree| {
-            let stream = block.timeline.number();
-            self.event(kind, Action::Complete, stream, block.address, block.bytes, tag)
-        };
-        over.iter().filter_map(event).collect()
-    }
-
-    /// Counts pending memory that has become free.
-    pub(crate) fn slot_pool_collected(&self, kind: BlockKind, bytes: u64) {
-        self.update_usage(|a| {
-            a.pending -= bytes;
-            a.cached += bytes;
-            if kind == BlockKind::Graph {
-                a.free_of_graphs += bytes;
-            }
-        });
-    }
-
-    /// Drops what was kept until blocks are free. Called with no lock held.
-    pub(crate) fn complete(&self, over: Vec<DeferredFree>) {
-        for DeferredFree { until_free, .. } in over {
-            if until_free.is_some() {
-                drop(until_free);
-                self.count_completion();
-            }
-        }
-    }
-
-    /// Counts live blocks that lose their memory when they are parked.
-    pub(crate) fn slot_pool_parked(&self, bytes: u64, requested: u64, tag: Tag) {
-        self.update_usage(|a| {
-            a.record_free(bytes, requested, tag);
-            a.pending -= bytes;
-            a.cached += bytes;
-        });
-    }
-
-    /// Counts live blocks that get memory again.
-    pub(crate) fn slot_pool_resumed(&self, bytes: u64, requested: u64, tag: Tag) {
-        self.update_usage(|a| {
-            a.cached -= bytes;
-            a.record_alloc(bytes, requested, tag);
-        });
+        (work, until_free)
     }
 }

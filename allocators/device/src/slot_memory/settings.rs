@@ -57,7 +57,7 @@ impl Phase {
 pub struct Park {
     /// `None`: the contents are dropped.
     pub(super) host: Option<HostAllocator>,
-    pub(super) deadline: Option<Instant>,
+    pub(crate) deadline: Option<Instant>,
     /// Whether to wait for all work of the device.
     pub(super) synchronizes: bool,
 }
@@ -157,14 +157,14 @@ pub struct ResumeReport {
 }
 
 impl ParkReport {
-    pub(super) fn of(tag: Tag) -> Self {
+    pub(crate) fn of(tag: Tag) -> Self {
         let (kept, zero) = (Elsewhere::default(), Duration::ZERO);
         Self { tag, blocks: 0, parked: 0, saved: 0, released: 0, kept, copying: zero, took: zero }
     }
 }
 
 impl ResumeReport {
-    pub(super) fn of(tag: Tag) -> Self {
+    pub(crate) fn of(tag: Tag) -> Self {
         let zero = Duration::ZERO;
         Self { tag, blocks: 0, taken: 0, restored: 0, copying: zero, took: zero }
     }
