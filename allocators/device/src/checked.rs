@@ -59,7 +59,7 @@ use guards::{GuardLayout, GuardedBlock};
 use std::{
     backtrace::Backtrace,
     collections::{BTreeMap, VecDeque},
-    fmt, mem,
+    mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     thread,
@@ -83,7 +83,7 @@ enum OnUnread {
 }
 
 /// A source of blocks that can be checked.
-pub(crate) trait BlockSource: fmt::Debug + Send + Sync {
+pub(crate) trait BlockSource: Send + Sync {
     /// Allocates a block for the request, which contains the `bytes` of a user. Draws new memory
     /// from `drawn` first, which goes down by `bytes` or more.
     fn allocate(
@@ -100,21 +100,14 @@ pub(crate) trait BlockSource: fmt::Debug + Send + Sync {
     /// Returns the part of the statistics that concerns memory beside the checks.
     fn unchecked_stats(&self) -> PoolStats;
 
-    /// Returns the bytes held from the driver besides those of the pool itself.
-    fn physical(&self) -> u64 {
-        0
-    }
-
     /// Returns the unchecked live bytes that the error of a refused request counts.
-    fn unchecked_live(&self) -> u64 {
-        0
-    }
+    fn unchecked_live(&self) -> u64;
 
     /// Gives free memory back until at most `keep` bytes are held. Returns the bytes.
     fn trim(&self, keep: u64) -> Result<u64>;
 
     /// Gives memory back for others, as [`Reclaim::reclaim`](aquifer_core::budget::Reclaim).
-    fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {}
+    fn reclaim(&self, bytes: u64, deadline: Option<Instant>);
 }
 
 /// The allocation path of a pool whose blocks are checked.
@@ -240,10 +233,6 @@ impl CheckedPool {
         if self.settings.canaries {
             let _only_once = self.registration.set(budget.on_need(self));
         }
-    }
-
-    pub(crate) fn source(&self) -> &dyn BlockSource {
-        &*self.source
     }
 
     /// Returns the bytes that have been freed and not been returned to the pool.
@@ -784,14 +773,5 @@ impl ReleaseBlock for CheckedPool {
         if let Some((live, deferred)) = leaves {
             self.process_freed(live, deferred);
         }
-    }
-}
-
-impl fmt::Debug for CheckedPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CheckedPool")
-            .field("settings", &self.settings)
-            .field("under", &self.source)
-            .finish_non_exhaustive()
     }
 }

@@ -45,7 +45,6 @@ use aquifer_driver::{Access, DeviceInfo, DeviceRange, Driver, ExportTypes, Owner
 use aquifer_status::{PoolFigures, PoolSlot};
 use aquifer_stream::Timeline;
 use std::{
-    fmt,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -346,15 +345,17 @@ impl DedicatedPool {
         let align = align.max(self.granularity);
         let address = self.driver.address_reserve(self.device, bytes, align)?;
         let span = Arc::new(Span::mapped(self.span_context(), kind, address, bytes, bytes));
-        match self.map(&span, vec![(0, handle)]) {
-            Ok(()) => Ok(span),
-            Err(error) => {
-                span.close();
-                self.enqueue_retiring(&span);
-                self.reap_nonblocking();
-                Err(error)
-            }
+        self.close_unless(self.map(&span, vec![(0, handle)]), span)
+    }
+
+    /// Returns a new span that is mapped, or closes it.
+    fn close_unless<E>(&self, mapped: Result<(), E>, span: Arc<Span>) -> Result<Arc<Span>, E> {
+        if mapped.is_err() {
+            span.close();
+            self.enqueue_retiring(&span);
+            self.reap_nonblocking();
         }
+        mapped.map(|()| span)
     }
 
     /// Maps imported handles of these sizes, `bytes` in all, one behind the other at addresses of
@@ -369,15 +370,7 @@ impl DedicatedPool {
     ) -> Result<Arc<Span>, aquifer_core::DriverError> {
         let address = self.driver.address_reserve(self.device, bytes, self.granularity)?;
         let span = Arc::new(Span::mapped(self.span_context(), kind, address, bytes, bytes));
-        match span.map_imported(parts, access) {
-            Ok(()) => Ok(span),
-            Err(error) => {
-                span.close();
-                self.enqueue_retiring(&span);
-                self.reap_nonblocking();
-                Err(error)
-            }
-        }
+        self.close_unless(span.map_imported(parts, access), span)
     }
 
     /// Waits for the device and releases a span that its owner has freed. Returns whether it is
@@ -679,11 +672,5 @@ impl Drop for DedicatedPool {
             };
             release_or_strand(&self.driver, span, reap, |span| span.count_stranded());
         }
-    }
-}
-
-impl fmt::Debug for DedicatedPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DedicatedPool").field("held", &self.held.now()).finish_non_exhaustive()
     }
 }

@@ -10,7 +10,7 @@ use crate::{
     driver_alloc::{DriverAllocator, DriverSource, ReleaseCall},
 };
 use aquifer_core::{
-    Budget, Charge, DeviceId, DriverError, MemoryError, Opaque, PoolStats, Result, Tag,
+    Budget, Charge, DeviceId, DriverError, MemoryError, Opaque, PoolStats, Result,
     budget::HookRegistration,
 };
 use aquifer_driver::{Driver, Relaxed};
@@ -25,11 +25,11 @@ use std::sync::Arc;
 /// The drop of a block blocks until all of its streams have finished with it.
 #[derive(Clone, Debug)]
 pub struct Direct {
-    allocator: Arc<DriverAllocator<DirectSource>>,
+    pub(crate) allocator: Arc<DriverAllocator<DirectSource>>,
 }
 
 #[derive(Debug)]
-struct DirectSource {
+pub(crate) struct DirectSource {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     budget: Option<Budget>,
@@ -59,9 +59,7 @@ impl Direct {
             DriverAllocator::with_status(source, driver, streams, status, usage, by_tag);
         Self { allocator }
     }
-}
 
-impl Direct {
     /// Returns the block that was [converted](Block::into_raw) into this address.
     ///
     /// # Errors
@@ -69,26 +67,6 @@ impl Direct {
     /// [`MemoryError::ForeignBlock`] if there is no such block.
     pub fn from_raw(&self, address: u64) -> Result<Block> {
         self.allocator.take_raw(address)
-    }
-
-    /// As [`DevicePool::share_raw`](crate::DevicePool::share_raw).
-    pub(crate) fn share_raw(&self, address: u64) -> Result<Arc<Block>> {
-        self.allocator.share_raw(address)
-    }
-
-    /// As [`DevicePool::free_raw`](crate::DevicePool::free_raw).
-    pub(crate) fn free_raw(&self, address: u64) -> Result<()> {
-        self.allocator.free_raw(address)
-    }
-
-    /// As [`DevicePool::held_by`](crate::DevicePool::held_by).
-    pub(crate) fn held_by(&self, tag: Tag) -> u64 {
-        self.allocator.held_by(tag)
-    }
-
-    /// As [`DevicePool::reset_peaks`](crate::DevicePool::reset_peaks).
-    pub(crate) fn reset_peaks(&self) {
-        self.allocator.reset_peaks();
     }
 }
 

@@ -2,8 +2,8 @@
 //!
 //! - Fast path: [`DevicePool::alloc`], `PoolCore::fast_cache`, `StreamCache::fast_alloc`, the heap.
 //!   It takes the lock of the stream's cache and no other.
-//! - Full path: `DevicePool::alloc_full` asks the features, then another [`AllocPath`] if there is
-//!   one, or `PoolCore::allocate`: the cache again, and the slow path if it has no room.
+//! - Full path: `DevicePool::alloc_full` asks the features, then the checks if there are any, or
+//!   [`PoolSource`]: the cache again, and the slow path if it has no room.
 //!
 //! `guide/inside/device_pool.md` follows one allocation step by step.
 
@@ -30,11 +30,11 @@ use aquifer_core::{
 use aquifer_driver::{DeviceInfo, Driver, site};
 use aquifer_stream::{Stream, StreamPool};
 use bytemuck::Pod;
-use source::{BypassSource, CacheSource, draw_and_allocate};
+use source::{PoolSource, draw};
 use std::{
     fmt,
     panic::Location,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 /// Device memory in per-stream caches, over physical memory that moves between the caches.
@@ -72,19 +72,11 @@ struct PoolHandle {
     core: Arc<PoolCore>,
     /// The source line that opened the pool, reported as the site of what its end does.
     opened_at: &'static Location<'static>,
-    /// The allocation path instead of the caches, if any. It may own a reference to `PoolCore`, so
-    /// `PoolCore` must not own it.
-    alloc_path: Option<AllocPath>,
+    source: Arc<PoolSource>,
+    /// The checks of blocks, if any. They own a reference to `PoolCore`, so it must not own them.
+    checked: Option<Arc<CheckedPool>>,
     /// The source of blocks in bypass mode, without its wrapper.
     bypass: Option<Direct>,
-}
-
-/// An allocation path other than the streams' caches alone.
-enum AllocPath {
-    /// Each block is an allocation of its own.
-    Direct(Arc<dyn Resource>),
-    /// Blocks are checked.
-    Checked(Arc<CheckedPool>),
 }
 
 impl DevicePool {
@@ -170,34 +162,37 @@ impl DevicePool {
             Some(recorder) => Arc::new(Log::new(direct, recorder.clone())) as Arc<dyn Resource>,
             None => Arc::new(direct),
         });
+        let source = Arc::new(PoolSource { core: core.clone(), direct });
         core.register();
         core.release_after_synchronize();
         if let Some(plan) = plan {
             planned::open(&core, plan)?;
         }
         core.warm(warm)?;
-        let alloc_path = if debug.is_on() {
+        let checked = if debug.is_on() {
             let (driver, streams, recorder) =
                 (driver.clone(), core.streams().clone(), config.recorder.clone());
             let waits = (config.adoption == Adoption::Wait, config.wait);
-            let source: Arc<dyn BlockSource> = match direct {
-                None => Arc::new(CacheSource(core.clone())),
-                Some(direct) => Arc::new(BypassSource { core: Arc::downgrade(&core), direct }),
-            };
-            let own = core.live_usage();
+            let (source, own) = (source.clone() as Arc<dyn BlockSource>, core.live_usage());
             let checked = CheckedPool::new(source, debug, driver, streams, recorder, own, waits)?;
             if let Some(listing) = checked.listing() {
                 let _only_once = core.listing.set(listing.clone());
             }
             checked.register(budget);
             core.status.set_checked(&checked);
-            Some(AllocPath::Checked(checked))
+            Some(checked)
         } else {
-            direct.map(AllocPath::Direct)
+            None
         };
         core.publish();
         Ok(Self {
-            handle: Arc::new(PoolHandle { core, opened_at: site::current(), alloc_path, bypass }),
+            handle: Arc::new(PoolHandle {
+                core,
+                opened_at: site::current(),
+                source,
+                checked,
+                bypass,
+            }),
         })
     }
 
@@ -207,10 +202,7 @@ impl DevicePool {
     }
 
     pub(crate) fn checked(&self) -> Option<&Arc<CheckedPool>> {
-        match &self.handle.alloc_path {
-            Some(AllocPath::Checked(checked)) => Some(checked),
-            _ => None,
-        }
+        self.handle.checked.as_ref()
     }
 
     /// Returns the source of blocks in bypass mode.
@@ -286,20 +278,38 @@ impl DevicePool {
                 }
             };
         }
+        self.alloc_drawing(stream, request, None)
+    }
+
+    /// Allocates a valid request, and draws new memory from `drawn` first.
+    #[track_caller]
+    fn alloc_drawing(
+        &self,
+        stream: &Stream,
+        request: Request,
+        drawn: Option<&Mutex<Reservation>>,
+    ) -> Result<Block> {
+        let core = self.core();
         // One deadline for the tag's limit and for the pool.
         let _request = begin_request();
-        let of_tag = self.core().charge_tag(stream, &request)?;
-        let of_feature = self.core().allocate_from_feature(stream, request)?;
-        let mut block = match (of_feature, &self.handle.alloc_path) {
+        let of_tag = core.charge_tag(stream, &request)?;
+        let PoolHandle { source, checked, .. } = &*self.handle;
+        let mut block = match (core.allocate_from_feature(stream, request)?, checked) {
             (Some(mut block), _) => {
-                self.core().list_for_leaks(&mut block, None);
+                core.list_for_leaks(&mut block, None);
+                // This memory is charged as it grows, so this releases the reservation to make
+                // room for it.
+                draw(drawn, request.size());
                 block
             }
-            (None, Some(alloc_path)) => {
+            (None, Some(checked)) => {
                 let _site = site::enter();
-                alloc_path.allocate(self.core(), stream, request, None)?
+                checked.allocate(stream, request, drawn)?
             }
-            (None, None) => self.core().allocate(stream, request)?,
+            (None, None) => {
+                let _site = source.direct.is_some().then(site::enter);
+                source.allocate(stream, request, drawn, request.size())?
+            }
         };
         block.count_for_tag(of_tag);
         Ok(block)
@@ -323,26 +333,7 @@ impl DevicePool {
             return Block::empty(self.streams(), stream, request.owner());
         }
         let request = self.core().checked(request)?;
-        // One deadline for the tag's limit and for the pool.
-        let _request = begin_request();
-        let of_tag = self.core().charge_tag(stream, &request)?;
-        let of_feature = self.core().allocate_from_feature(stream, request)?;
-        let mut block = match (of_feature, &self.handle.alloc_path) {
-            (Some(mut block), _) => {
-                self.core().list_for_leaks(&mut block, None);
-                // This memory is charged as it grows, so this releases the reservation to make
-                // room for it.
-                drop(held.lock().unwrap_or_else(PoisonError::into_inner).draw(request.size()));
-                block
-            }
-            (None, Some(alloc_path)) => {
-                let _site = site::enter();
-                alloc_path.allocate(self.core(), stream, request, Some(held))?
-            }
-            (None, None) => self.core().allocate_drawing(stream, request, held, request.size())?,
-        };
-        block.count_for_tag(of_tag);
-        Ok(block)
+        self.alloc_drawing(stream, request, Some(held))
     }
 
     /// Drops a block, or a value that holds one, and records the caller's line as the place of the
@@ -436,14 +427,11 @@ impl DevicePool {
     }
 
     fn poll_sources(&self) -> Result<()> {
-        match &self.handle.alloc_path {
-            None => self.core().poll(),
-            Some(AllocPath::Direct(direct)) => {
-                self.core().poll()?;
-                direct.trim(u64::MAX).map(drop)
-            }
-            Some(AllocPath::Checked(checked)) => checked.trim(u64::MAX).map(drop),
+        if let Some(checked) = self.checked() {
+            return checked.trim(u64::MAX).map(drop);
         }
+        self.core().poll()?;
+        self.handle.source.direct.as_ref().map_or(Ok(()), |direct| direct.trim(u64::MAX).map(drop))
     }
 
     /// Gives free memory back to the driver until at most `keep` bytes are held, or the [release
@@ -460,10 +448,9 @@ impl DevicePool {
     #[track_caller]
     pub fn trim(&self, keep: u64) -> Result<u64> {
         let _site = site::enter();
-        let released = match &self.handle.alloc_path {
-            None => self.core().trim(keep),
-            Some(AllocPath::Direct(direct)) => self.core().trim_with(&**direct, keep),
-            Some(AllocPath::Checked(checked)) => checked.trim(keep),
+        let released = match self.checked() {
+            None => self.handle.source.trim(keep),
+            Some(checked) => checked.trim(keep),
         };
         self.core().publish();
         released
@@ -510,11 +497,8 @@ impl DevicePool {
     #[inline]
     #[must_use]
     pub fn physical(&self) -> u64 {
-        match &self.handle.alloc_path {
-            None => self.core().held(),
-            Some(AllocPath::Direct(direct)) => self.core().held() + direct.stats().physical,
-            Some(AllocPath::Checked(checked)) => self.core().held() + checked.source().physical(),
-        }
+        let direct = self.bypass_source().map_or(0, |direct| direct.stats().physical);
+        self.core().held() + direct
     }
 
     /// Returns the bytes that live blocks of this tag hold in this pool. Walks all caches. Never
@@ -529,17 +513,16 @@ impl DevicePool {
             .iter()
             .map(|cache| cache.with(|s| s.holdings().map(|h| of(&h)).sum::<u64>()))
             .sum();
-        let direct = self.bypass_source().map_or(0, |direct| direct.held_by(tag));
+        let direct = self.bypass_source().map_or(0, |direct| direct.allocator.held_by(tag));
         cached + direct + core.holdings_beside_caches().iter().map(of).sum::<u64>()
     }
 
     /// Returns the pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
-        let stats = match &self.handle.alloc_path {
-            None => self.core().stats(),
-            Some(AllocPath::Direct(direct)) => self.core().stats_with(direct.stats()),
-            Some(AllocPath::Checked(checked)) => checked.stats(),
+        let stats = match self.checked() {
+            None => self.handle.source.stats(),
+            Some(checked) => checked.stats(),
         };
         self.core().publish();
         stats
@@ -561,7 +544,7 @@ impl DevicePool {
         core.peaks.reset();
         core.memory.held().reset_peak_of_pool();
         if let Some(direct) = self.bypass_source() {
-            direct.reset_peaks();
+            direct.allocator.reset_peaks();
         }
         core.publish();
     }
@@ -610,28 +593,10 @@ impl Opaque for DevicePool {
     }
 }
 
-impl AllocPath {
-    #[track_caller]
-    fn allocate(
-        &self,
-        core: &PoolCore,
-        stream: &Stream,
-        request: Request,
-        drawn: Option<&Mutex<Reservation>>,
-    ) -> Result<Block> {
-        match self {
-            Self::Direct(direct) => {
-                draw_and_allocate(Some(core), &**direct, stream, request, drawn, request.size())
-            }
-            Self::Checked(checked) => checked.allocate(stream, request, drawn),
-        }
-    }
-}
-
 impl Drop for PoolHandle {
     fn drop(&mut self) {
         let _site = site::enter_or(self.opened_at);
-        if let Some(AllocPath::Checked(checked)) = &self.alloc_path {
+        if let Some(checked) = &self.checked {
             checked.close();
         }
         self.core.hooks().for_each(|hook| hook.close());

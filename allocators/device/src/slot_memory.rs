@@ -45,7 +45,7 @@ use aquifer_core::{
 use aquifer_driver::{DeviceRange, Driver, RawStream};
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline};
-use captures::State;
+use captures::SlotState;
 use settings::Phase;
 use std::{
     fmt, mem,
@@ -71,7 +71,7 @@ pub(crate) struct SlotMemory {
     dedicated: Arc<DedicatedPool>,
     streams: StreamPool,
     span: Arc<Span>,
-    state: Mutex<State>,
+    state: Mutex<SlotState>,
     /// Set while a thread queues a launch. The next launch is ordered after it and waits for that.
     launching: AtomicBool,
     /// Number of open announcements.
@@ -138,7 +138,7 @@ impl SlotMemory {
         self.tag.unwrap_or(Tag::NONE)
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, SlotState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -14,7 +14,6 @@
 //! exports, and on request ([`DevicePool::alloc_stable_legacy`]) it is its own `cuMemAlloc`, which
 //! cannot be exported, and which every transport accepts.
 
-mod conversation;
 mod error;
 mod export;
 mod forks;

@@ -64,6 +64,14 @@ impl<'a> BlockPart<'a> {
         Self { block, offset: 0, len, exclusive: true }
     }
 
+    /// Makes a slice of `len` elements from byte `offset` of a block.
+    fn new<T>(block: &'a Block, offset: u64, len: usize) -> Self {
+        let bytes = (len as u64).checked_mul(size_of::<T>() as u64);
+        let end = bytes.and_then(|bytes| offset.checked_add(bytes));
+        debug_assert!(end.is_some_and(|end| end <= block.bytes()), "a slice beyond its block");
+        Self { block, offset, len, exclusive: true }
+    }
+
     fn address(&self) -> u64 {
         self.block.address() + self.offset
     }
@@ -120,44 +128,6 @@ impl<'a> BlockPart<'a> {
     ) -> Result<()> {
         self.block.order_as(stream, alive, access, self.exclusive && exclusive)
     }
-}
-
-impl<'a, T> DeviceSlice<'a, T> {
-    /// Makes a slice of `len` elements from byte `offset` of a block. The caller has checked the
-    /// bounds.
-    pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
-        debug_assert!(is_within::<T>(block, offset, len), "a slice beyond its block");
-        Self { part: BlockPart { block, offset, len, exclusive: true }, elements: PhantomData }
-    }
-
-    /// As [`DeviceSlice::of`], while other parts of the block may be written.
-    pub(crate) fn of_several(block: &'a Block, offset: u64, len: usize) -> Self {
-        Self { part: Self::of(block, offset, len).part.non_exclusive(), elements: PhantomData }
-    }
-}
-
-impl<'a, T> DeviceSliceMut<'a, T> {
-    /// Makes a slice of `len` elements from byte `offset` of a block. The caller has checked the
-    /// bounds, and has exclusive access to the elements.
-    pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
-        debug_assert!(is_within::<T>(block, offset, len), "a slice beyond its block");
-        Self { part: BlockPart { block, offset, len, exclusive: true }, elements: PhantomData }
-    }
-}
-
-impl<'a, T> DeviceSliceMut<'a, T> {
-    /// As [`DeviceSliceMut::of`], while other parts of the block may be written.
-    pub(crate) fn of_several(block: &'a Block, offset: u64, len: usize) -> Self {
-        debug_assert!(is_within::<T>(block, offset, len), "a slice beyond its block");
-        let part = BlockPart { block, offset, len, exclusive: true };
-        Self { part: part.non_exclusive(), elements: PhantomData }
-    }
-}
-
-/// Returns whether a block has `len` elements from byte `offset` on.
-fn is_within<T>(block: &Block, offset: u64, len: usize) -> bool {
-    let bytes = (len as u64).checked_mul(size_of::<T>() as u64);
-    bytes.and_then(|bytes| offset.checked_add(bytes)).is_some_and(|end| end <= block.bytes())
 }
 
 impl<'a, T: Pod> DeviceSlice<'a, T> {
@@ -344,6 +314,19 @@ chunks!(ChunksMut, DeviceSliceMut);
 
 macro_rules! part {
     ($slice:ident) => {
+        impl<'a, T> $slice<'a, T> {
+            /// Makes a slice of `len` elements from byte `offset` of a block. The caller has
+            /// checked the bounds, and has exclusive access to the elements of a mutable slice.
+            pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
+                Self { part: BlockPart::new::<T>(block, offset, len), elements: PhantomData }
+            }
+
+            /// As [`Self::of`], while other parts of the block may be written.
+            pub(crate) fn of_several(block: &'a Block, offset: u64, len: usize) -> Self {
+                let part = BlockPart::new::<T>(block, offset, len).non_exclusive();
+                Self { part, elements: PhantomData }
+            }
+        }
         #[expect(unsafe_code, reason = "makes the promises of an operand")]
         // SAFETY: 1. A slice lies within the bounds of a block that is borrowed by Rust's rules:
         // shared with other readers, or mutable, and then no other slice has these elements. 2. As

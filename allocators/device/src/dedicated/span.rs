@@ -19,7 +19,6 @@ use aquifer_driver::{Access, Driver, Relaxed, leftovers};
 use aquifer_stream::Timeline;
 use std::{
     collections::BTreeMap,
-    fmt,
     mem::ManuallyDrop,
     ops::Range,
     sync::{
@@ -635,15 +634,5 @@ impl Drop for Span {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let _still_mapped = ManuallyDrop::new(std::mem::take(&mut state.mapped));
         let _still_retiring = ManuallyDrop::new(std::mem::take(&mut state.retiring));
-    }
-}
-
-impl fmt::Debug for Span {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Span")
-            .field("address", &format_args!("{:#x}", self.address))
-            .field("bytes", &self.bytes)
-            .field("kept_by", &self.registrations())
-            .finish_non_exhaustive()
     }
 }

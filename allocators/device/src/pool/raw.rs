@@ -140,7 +140,7 @@ impl DevicePool {
     /// As [`DevicePool::from_raw`], except [`MemoryError::Busy`].
     pub fn share_raw(&self, address: u64) -> Result<Arc<Block>> {
         if let Some(direct) = self.bypass(address) {
-            return direct.share_raw(address);
+            return direct.allocator.share_raw(address);
         }
         let block = self.find(address, |cache| cache.share_raw(address, into_block));
         let block = block.or_else(|| {
@@ -179,7 +179,7 @@ impl DevicePool {
     /// As [`DevicePool::from_raw`], except [`MemoryError::Busy`].
     pub fn free_raw(&self, address: u64) -> Result<()> {
         if let Some(direct) = self.bypass(address) {
-            return direct.free_raw(address);
+            return direct.allocator.free_raw(address);
         }
         if self.find(address, |cache| cache.free_raw(address)).is_some() {
             return Ok(());

@@ -16,7 +16,7 @@ use smallvec::smallvec;
 use std::{collections::BTreeSet, sync::Arc};
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct SlotState {
     /// Any work may use the free ranges once the host has seen their dependencies done.
     pub(super) slots: SlotBlocks,
     /// Claimed slots that captured work may use at any later launch. They keep their memory.
@@ -55,7 +55,7 @@ impl CaptureFreeList {
     }
 }
 
-impl State {
+impl SlotState {
     /// Ends the earlier captures of this announcement: what they had freed becomes usable by any
     /// later capture. At the first block of a capture, the blocks that are live count as captured:
     /// its graph may use them.

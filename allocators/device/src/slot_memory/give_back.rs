@@ -2,7 +2,7 @@
 //! those between parkable blocks, and what programs that run their work once before they capture it
 //! leave free.
 
-use super::{SlotMemory, captures::State, settings::Phase};
+use super::{SlotMemory, captures::SlotState, settings::Phase};
 use crate::{
     backing::window::Grid,
     base::{
@@ -90,7 +90,7 @@ impl SlotMemory {
     }
 
     /// Returns the state, if there are slots that could be given back.
-    fn state_to_release(&self) -> Option<MutexGuard<'_, State>> {
+    fn state_to_release(&self) -> Option<MutexGuard<'_, SlotState>> {
         let may = !self.retains_free.load(Ordering::Relaxed);
         let state = may.then(|| self.state())?;
         let has = state.slots.ranges.claimed.len() > state.captured.len();
@@ -137,7 +137,7 @@ impl SlotMemory {
 
     /// Makes slots retiring that are wholly free and that no captured work has used: the highest
     /// whose work is done, until there are `wanted` bytes. Returns whether there are any.
-    fn retire_slots(&self, mut state: MutexGuard<'_, State>, wanted: u64) -> bool {
+    fn retire_slots(&self, mut state: MutexGuard<'_, SlotState>, wanted: u64) -> bool {
         let grid = self.grid();
         let done = state.uncaptured_slots(grid).filter(|(_, deps)| pending::is_done(deps));
         let slots: Vec<u64> = done.map(|(slot, _)| slot).collect();
@@ -155,7 +155,7 @@ impl SlotMemory {
     }
 }
 
-impl State {
+impl SlotState {
     /// An iterator over the slots that are wholly free and that no captured work has used.
     fn uncaptured_slots(&self, grid: Grid) -> impl Iterator<Item = (u64, &StreamDeps)> {
         self.slots.ranges.empty_slots(grid).filter(|(slot, _)| !self.captured.contains(slot))

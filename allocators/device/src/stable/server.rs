@@ -5,16 +5,14 @@
 //!   server:  whether it has one, its generation      then the message of `share`
 //! ```
 //!
-//! Both sides refuse a process of another user, whatever the permissions of the socket's file. One
-//! thread answers all openers, and waits for none of them: each step of an opener has a time limit,
-//! and when all places are taken, the one that has the least time left has to go. An opener has one
-//! limit for all steps. A request that is no request ends its connection only. Forked children have
-//! none of the sockets.
+//! Both sides refuse a process of another user, whatever the permissions of the socket's file. Each
+//! opener has a thread, and a time limit for each of its steps. When all places are taken, the
+//! oldest has to go. An opener has one limit for all steps. A request that is no request ends its
+//! connection only. Forked children have none of the sockets.
 #![expect(unsafe_code, reason = "imports memory that others work with")]
 
 use super::{
     ReceivedBlock, SharedBlock,
-    conversation::Conversation,
     error::ShareError,
     forks::Unforked,
     listener::{SocketFile, connect, listen},
@@ -30,15 +28,15 @@ use nix::{
     sys::socket::{Shutdown, shutdown},
 };
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     fmt, io,
     mem::{self, ManuallyDrop},
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd},
-        unix::net::{SocketAddr, UnixListener},
+        fd::{AsFd, AsRawFd},
+        unix::net::{SocketAddr, UnixListener, UnixStream},
     },
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
     thread,
@@ -47,13 +45,15 @@ use std::{
 
 /// The most openers at one time.
 const MOST_OPENERS: usize = 64;
+/// How long an opener may take for each step.
+const STEP: Duration = Duration::from_secs(2);
 /// The pause when the system refuses a socket or a wait. It may have what is missing later.
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// Serves blocks by name to other processes of the same user, over a Unix socket.
 ///
-/// One thread answers all openers, up to 64 at a time. One that stops or says nothing delays no
-/// other: it is dropped after two seconds in one step, or when another one needs its place.
+/// Up to 64 openers are answered at a time, by a thread each. One that stops or says nothing delays
+/// no other: it is dropped after two seconds in one step, or when another one needs its place.
 ///
 /// Dropping the server ends the service, and removes the socket's file. After a `SIGKILL` the file
 /// is left, and the next server at its path replaces it. A child of a fork has no part in the
@@ -107,7 +107,7 @@ pub struct ShareServer {
 struct Service {
     listener: Unforked<UnixListener>,
     file: Option<SocketFile>,
-    blocks: Mutex<ServedBlocks>,
+    blocks: Arc<Mutex<ServedBlocks>>,
     is_over: AtomicBool,
 }
 
@@ -117,118 +117,83 @@ struct ServedBlocks {
     by_name: HashMap<String, (u64, Arc<SharedBlock>)>,
 }
 
-impl Service {
-    fn lock(&self) -> MutexGuard<'_, ServedBlocks> {
-        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+fn lock(blocks: &Mutex<ServedBlocks>) -> MutexGuard<'_, ServedBlocks> {
+    blocks.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
-    /// Answers openers until the server is dropped. What was asked until then is answered.
+impl Service {
+    /// Accepts openers until the server is dropped. Each gets a thread. Where there is no room, the
+    /// oldest has to go.
     fn run(&self) {
-        let mut openers = Vec::new();
+        let mut openers = VecDeque::new();
         let Some(listener) = self.listener.get() else { return };
         loop {
-            let is_over = self.is_over.load(Relaxed);
-            if is_over {
-                openers.retain(|opener: &Conversation| !opener.is_idle());
-                if openers.is_empty() {
-                    return;
+            let polled =
+                poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE);
+            if self.is_over.load(Relaxed) {
+                // What was asked until then is answered.
+                return;
+            }
+            openers.retain(|opener: &Weak<_>| opener.strong_count() > 0);
+            let served = polled.map_err(io::Error::from).and_then(|_| self.accept(listener));
+            match served {
+                Ok(opener) => openers.extend(opener),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => {
+                    // No descriptors or threads are left, for example.
+                    drop_oldest(&mut openers);
+                    thread::sleep(PAUSE);
                 }
             }
-            let (has_new, ready) = wait((!is_over).then(|| listener.as_fd()), &openers);
-            let (now, mut ready) = (Instant::now(), ready.into_iter());
-            // The opener may end, or what it says may be wrong: that is the same to the others.
-            openers.retain_mut(|opener| {
-                let advanced = match ready.next() {
-                    Some(true) => opener.advance(|request| self.find(request)),
-                    _ => Err(ShareError::TimedOut),
-                };
-                matches!(advanced, Err(ShareError::TimedOut)) && now < opener.deadline
-            });
-            if has_new {
-                accept(listener, &mut openers);
+            if openers.len() > MOST_OPENERS {
+                drop_oldest(&mut openers);
             }
         }
     }
 
-    fn find(&self, request: &OpenRequest) -> (Answer, Option<Arc<SharedBlock>>) {
-        // A last reference is dropped by the caller, which may call the driver: not under the lock.
-        match self.lock().by_name.get(&request.name) {
-            None => (Answer::NotServed, None),
-            Some((generation, _)) if *generation == request.known => {
-                (Answer::Unchanged(*generation), None)
-            }
-            Some((generation, block)) => (Answer::Follows(*generation), Some(block.clone())),
+    /// Accepts an opener without waiting, and starts its thread. Returns `None` for a process of
+    /// another user, which takes no place.
+    fn accept(&self, listener: &UnixListener) -> io::Result<Option<Weak<Unforked<UnixStream>>>> {
+        let opener = Arc::new(Unforked::open(|| listener.accept().map(|(socket, _)| socket))?);
+        if opener.get().is_none_or(|socket| check_peer(socket).is_err()) {
+            return Ok(None);
         }
+        let (place, blocks) = (Arc::downgrade(&opener), self.blocks.clone());
+        let thread = thread::Builder::new().name("aquifer-share".into());
+        // The opener may end, or what it says may be wrong: that is the same to the others.
+        thread.spawn(move || opener.get().map(|socket| answer(&blocks, socket)))?;
+        Ok(Some(place))
     }
 }
 
-/// Waits until a socket is ready, or the time of an opener is up. Returns whether there are new
-/// openers, and of each opener whether it is ready.
-fn wait(listener: Option<BorrowedFd<'_>>, openers: &[Conversation]) -> (bool, Vec<bool>) {
-    let of = |opener: &Conversation| match opener.is_sending() {
-        true => PollFlags::POLLOUT,
-        false => PollFlags::POLLIN,
+/// Answers an opener. Each step has a time limit.
+fn answer(blocks: &Mutex<ServedBlocks>, socket: &UnixStream) -> Result<(), ShareError> {
+    let connection = Connection::new(socket, Patience::Each(STEP));
+    let mut message = [0; OpenRequest::BYTES];
+    connection.receive(&mut message, 0)?;
+    let request = OpenRequest::decode(&message)?;
+    // A last reference is dropped here, which may call the driver: not under the lock.
+    let found = lock(blocks).by_name.get(&request.name).cloned();
+    let (answer, block) = match found {
+        None => (Answer::NotServed, None),
+        Some((known, _)) if known == request.known => (Answer::Unchanged(known), None),
+        Some((generation, block)) => (Answer::Follows(generation), Some(block)),
     };
-    let of_openers = openers.iter().filter_map(|opener| Some((opener.fd()?, of(opener))));
-    let of_listener = listener.map(|listener| (listener, PollFlags::POLLIN));
-    let polled = of_openers.chain(of_listener).map(|(fd, events)| PollFd::new(fd, events));
-    let mut polled: Vec<_> = polled.collect();
-    let next = openers.iter().map(|opener| opener.deadline).min();
-    let timeout = next.map_or(PollTimeout::NONE, |next| {
-        let left = next.saturating_duration_since(Instant::now()).as_millis();
-        // Rounded up, so that the time is up when the wait ends.
-        PollTimeout::from(u16::try_from(left + 1).unwrap_or(u16::MAX))
-    });
-    match poll(&mut polled, timeout) {
-        Ok(_) => {
-            let mut ready: Vec<bool> =
-                polled.iter().map(|polled| polled.any().unwrap_or(true)).collect();
-            (listener.is_some() && ready.pop() == Some(true), ready)
-        }
-        Err(error) => {
-            if error != nix::Error::EINTR {
-                thread::sleep(PAUSE);
-            }
-            (false, Vec::new())
-        }
-    }
+    connection.send(&answer.encode(), &[])?;
+    block.map_or(Ok(()), |block| block.send_over(&connection))
 }
 
-/// Accepts the openers that wait. Where there is no room, the one with the least time left goes.
-fn accept(listener: &UnixListener, openers: &mut Vec<Conversation>) {
-    let drop_oldest = |openers: &mut Vec<Conversation>| {
-        let oldest = openers.iter().enumerate().min_by_key(|(_, opener)| opener.deadline);
-        if let Some((oldest, _)) = oldest {
-            openers.remove(oldest);
-        }
-    };
-    for _ in 0..MOST_OPENERS {
-        let accepted = Unforked::open(|| {
-            let (socket, _) = listener.accept()?;
-            socket.set_nonblocking(true)?;
-            Ok(socket)
-        });
-        match accepted {
-            Ok(socket) if socket.get().is_some_and(|socket| check_peer(socket).is_ok()) => {
-                if openers.len() == MOST_OPENERS {
-                    drop_oldest(openers);
-                }
-                openers.push(Conversation::new(socket));
-            }
-            // A process of another user, which takes no place.
-            Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-            Err(_) => {
-                // No descriptors are left, for example.
-                drop_oldest(openers);
-                return thread::sleep(PAUSE);
-            }
-        }
+/// Ends the connection that has lasted longest, and with it its thread.
+fn drop_oldest(openers: &mut VecDeque<Weak<Unforked<UnixStream>>>) {
+    let oldest = openers.pop_front().and_then(|opener| opener.upgrade());
+    if let Some(socket) = oldest.as_ref().and_then(|opener| opener.get()) {
+        let _ended = socket.shutdown(std::net::Shutdown::Both);
     }
 }
 
 impl ShareServer {
-    /// Binds a socket and starts the thread that answers. The address is a path, or a name in the
+    /// Binds a socket and starts the thread that accepts openers. The address is a path, or a name in the
     /// abstract namespace, which is that of the network namespace. A file that a dead server has
     /// left at the path is replaced. Waits up to a second for other processes of this user that
     /// bind at the same path. Meanwhile there is a file next to it, whose name ends in `.lock`.
@@ -242,7 +207,8 @@ impl ShareServer {
         // Larger than those of an earlier server, unless the clock was set back.
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let last_generation = u64::try_from(since.as_nanos()).unwrap_or_default();
-        let blocks = Mutex::new(ServedBlocks { last_generation, by_name: HashMap::new() });
+        let blocks = ServedBlocks { last_generation, by_name: HashMap::new() };
+        let blocks = Arc::new(Mutex::new(blocks));
         let is_over = AtomicBool::new(false);
         let service = Arc::new(Service { listener, file, blocks, is_over });
         let server = Self { service: service.clone() };
@@ -258,7 +224,7 @@ impl ShareServer {
     pub fn serve(&self, block: SharedBlock) -> u64 {
         let name = block.name().to_owned();
         let (generation, replaced) = {
-            let mut blocks = self.service.lock();
+            let mut blocks = lock(&self.service.blocks);
             blocks.last_generation += 1;
             let generation = blocks.last_generation;
             (generation, blocks.by_name.insert(name, (generation, Arc::new(block))))
@@ -271,7 +237,7 @@ impl ShareServer {
     /// Ends the service of a block: later openers get [`ShareError::NotServed`]. Those that have
     /// mapped it keep it. Returns its generation, or `None` if there is none of this name.
     pub fn withdraw(&self, name: &str) -> Option<u64> {
-        let withdrawn = self.service.lock().by_name.remove(name);
+        let withdrawn = lock(&self.service.blocks).by_name.remove(name);
         withdrawn.map(|(generation, _)| generation)
     }
 
@@ -297,17 +263,28 @@ impl Drop for ShareServer {
         }
         // On Linux this wakes the thread that waits.
         let _woken = shutdown(listener.as_raw_fd(), Shutdown::Both);
-        let withdrawn = mem::take(&mut self.service.lock().by_name);
+        let withdrawn = mem::take(&mut lock(&self.service.blocks).by_name);
         drop(withdrawn);
     }
 }
 
-/// Sends a request, and returns what the server says. The block follows on the connection.
-fn ask(connection: &Connection<'_>, request: &OpenRequest) -> Result<Answer, ShareError> {
+/// Asks a server for the block of a name, unless it has the generation `known`. Returns what it
+/// says, and what `follow` makes of what follows on the connection. It takes at most `timeout`.
+fn ask<T>(
+    address: &SocketAddr,
+    (name, known): (&str, u64),
+    timeout: Duration,
+    follow: impl FnOnce(Answer, &Connection<'_>) -> Result<T, ShareError>,
+) -> Result<T, ShareError> {
+    let request = OpenRequest::new(name, known)?;
+    let deadline = Instant::now() + timeout;
+    let socket = connect(address, deadline)?;
+    check_peer(&socket)?;
+    let connection = Connection::new(&socket, Patience::Until(deadline));
     connection.send(&request.encode(), &[])?;
     let mut answer = [0; Answer::BYTES];
     connection.receive(&mut answer, 0)?;
-    Answer::decode(&answer)
+    follow(Answer::decode(&answer)?, &connection)
 }
 
 impl DevicePool {
@@ -333,18 +310,15 @@ impl DevicePool {
         timeout: Duration,
     ) -> Result<ReceivedBlock, ShareError> {
         let _site = site::enter();
-        let request = OpenRequest::new(name, 0)?;
-        let deadline = Instant::now() + timeout;
-        let socket = connect(address, deadline)?;
-        check_peer(&socket)?;
-        let connection = Connection::new(&socket, Patience::Until(deadline));
-        let Answer::Follows(generation) = ask(&connection, &request)? else {
-            return Err(ShareError::NotServed { name: name.to_owned() });
-        };
-        // SAFETY: 1. 2. Promised by the caller.
-        let mut received = unsafe { self.receive_over(stream, &connection) }?;
-        received.opened_at(generation, address.clone());
-        Ok(received)
+        ask(address, (name, 0), timeout, |answer, connection| {
+            let Answer::Follows(generation) = answer else {
+                return Err(ShareError::NotServed { name: name.to_owned() });
+            };
+            // SAFETY: 1. 2. Promised by the caller.
+            let mut received = unsafe { self.receive_over(stream, connection) }?;
+            received.opened_at(generation, address.clone());
+            Ok(received)
+        })
     }
 }
 
@@ -359,12 +333,9 @@ impl ReceivedBlock {
         let Some(address) = self.server() else {
             return Err(ShareError::NotServed { name: self.name().to_owned() });
         };
-        let request = OpenRequest::new(self.name(), self.generation())?;
-        let deadline = Instant::now() + timeout;
-        let socket = connect(address, deadline)?;
-        check_peer(&socket)?;
-        let connection = Connection::new(&socket, Patience::Until(deadline));
-        Ok(matches!(ask(&connection, &request)?, Answer::Unchanged(_)))
+        ask(address, (self.name(), self.generation()), timeout, |answer, _| {
+            Ok(matches!(answer, Answer::Unchanged(_)))
+        })
     }
 }
 

@@ -12,7 +12,7 @@
 use super::{
     StableBlock,
     error::ShareError,
-    wire::{Connection, HEADER, Patience, ShareHeader, check_name},
+    wire::{Connection, HEADER, Patience, ShareHeader, check_name, number},
 };
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request, backing::handle::Handle,
@@ -157,40 +157,23 @@ impl SharedBlock {
         self.send_over(&Connection::new(socket, Patience::OfSocket))
     }
 
-    fn send_over(&self, connection: &Connection<'_>) -> Result<(), ShareError> {
-        for number in 0..self.messages() {
-            if Self::follows_acknowledgement(number) {
+    pub(super) fn send_over(&self, connection: &Connection<'_>) -> Result<(), ShareError> {
+        connection.send(&self.header.encode(), &[])?;
+        for (number, batch) in self.handles.chunks(BATCH).enumerate() {
+            if number > 0 {
                 connection.receive(&mut [0], 0)?;
             }
-            let (bytes, files) = self.message(number)?;
+            let export = |handle: &Arc<Handle>| {
+                let exported = self.driver.handle_export(handle.raw());
+                exported.map_err(|e| MemoryError::driver(handle.raw().device(), e))
+            };
+            let files: Vec<OwnedFd> = batch.iter().map(export).collect::<Result<_>>()?;
             let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-            connection.send(&bytes, &files)?;
+            let sizes: Vec<u8> =
+                batch.iter().flat_map(|handle| handle.bytes().to_le_bytes()).collect();
+            connection.send(&sizes, &files)?;
         }
         Ok(())
-    }
-
-    /// Returns the number of messages: the header and the batches.
-    pub(super) fn messages(&self) -> usize {
-        1 + self.handles.len().div_ceil(BATCH)
-    }
-
-    /// Returns whether the receiver acknowledges the message before this one.
-    pub(super) fn follows_acknowledgement(number: usize) -> bool {
-        number > 1
-    }
-
-    /// Returns a message and the descriptors that go with it, which the driver opens.
-    pub(super) fn message(&self, number: usize) -> Result<(Vec<u8>, Vec<OwnedFd>)> {
-        let Some(batch) = number.checked_sub(1) else {
-            return Ok((self.header.encode().to_vec(), Vec::new()));
-        };
-        let batch = self.handles.chunks(BATCH).nth(batch).unwrap_or_default();
-        let export = |handle: &Arc<Handle>| {
-            let exported = self.driver.handle_export(handle.raw());
-            exported.map_err(|e| MemoryError::driver(handle.raw().device(), e))
-        };
-        let files = batch.iter().map(export).collect::<Result<_>>()?;
-        Ok((batch.iter().flat_map(|handle| handle.bytes().to_le_bytes()).collect(), files))
     }
 }
 
@@ -289,7 +272,7 @@ impl DevicePool {
             let sizes = &mut sizes[..8 * count];
             let files = connection.receive(sizes, count)?;
             for (file, size) in files.iter().zip(sizes.chunks_exact(8)) {
-                let bytes = size.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
+                let bytes = number(size);
                 if bytes == 0 || !bytes.is_multiple_of(header.granularity) {
                     return Err(ShareError::BadField {
                         field: "the size of a handle",

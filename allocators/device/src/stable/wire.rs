@@ -72,11 +72,7 @@ impl ShareHeader {
         if message[..8] != MAGIC {
             return Err(ShareError::NotAShare);
         }
-        let number = |at: usize| {
-            let mut bytes = [0; 8];
-            bytes.copy_from_slice(&message[at..at + 8]);
-            u64::from_le_bytes(bytes)
-        };
+        let number = |at: usize| number(&message[at..at + 8]);
         let (handles, access) = (number(8) as u32, (number(8) >> 32) as u32);
         let access = match access {
             READ => Access::Read,
@@ -95,6 +91,11 @@ impl ShareHeader {
     }
 }
 
+/// Returns the number in these bytes, the lowest of which comes first.
+pub(super) fn number(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte))
+}
+
 /// Writes a text and its length. A text that is too long is not written.
 fn put(to: &mut [u8], text: &str) {
     let (length, rest) = to.split_at_mut(8);
@@ -106,7 +107,7 @@ fn put(to: &mut [u8], text: &str) {
 
 fn get(from: &[u8], field: &'static str) -> Result<String, ShareError> {
     let (length, rest) = from.split_at(8);
-    let value = length.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
+    let value = number(length);
     let text = usize::try_from(value).ok().and_then(|length| rest.get(..length));
     let text = text.and_then(|text| str::from_utf8(text).ok());
     text.map(str::to_owned).ok_or(ShareError::BadField { field, value })
@@ -140,8 +141,7 @@ impl OpenRequest {
         if message[..8] != REQUEST {
             return Err(ShareError::NotAShare);
         }
-        let known = message[8..16].iter().rev().fold(0, |value, &b| value << 8 | u64::from(b));
-        Ok(Self { name: get(&message[16..], "the name")?, known })
+        Ok(Self { name: get(&message[16..], "the name")?, known: number(&message[8..16]) })
     }
 }
 
@@ -181,8 +181,6 @@ impl Answer {
     }
 
     pub(super) fn decode(message: &[u8; Self::BYTES]) -> Result<Self, ShareError> {
-        let number =
-            |part: &[u8]| part.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
         let (code, generation) = message.split_at(8);
         match (number(code), number(generation)) {
             (0, _) => Ok(Self::NotServed),
@@ -200,6 +198,8 @@ pub(super) enum Patience {
     OfSocket,
     /// All messages until then.
     Until(Instant),
+    /// Each message for so long.
+    Each(Duration),
 }
 
 /// A connected socket.
@@ -263,6 +263,7 @@ impl<'a> Connection<'a> {
         match self.patience {
             Patience::OfSocket => None,
             Patience::Until(deadline) => Some(deadline),
+            Patience::Each(time) => Some(Instant::now() + time),
         }
     }
 }
@@ -273,7 +274,7 @@ fn time_left(deadline: Option<Instant>) -> Result<Option<Duration>, ShareError> 
 }
 
 /// Sends once, and returns the number of bytes that were sent.
-pub(super) fn send_part(
+fn send_part(
     socket: &UnixStream,
     bytes: &[u8],
     descriptors: &[BorrowedFd<'_>],
@@ -300,7 +301,7 @@ const _: () = {
 
 /// Receives once. The descriptors are closed on `exec`. (nix's `recvmsg` loses the descriptors of a
 /// message that had more than could be opened.)
-pub(super) fn receive_part(
+fn receive_part(
     socket: &UnixStream,
     bytes: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
