@@ -5,6 +5,9 @@
 #![expect(unsafe_code, reason = "forks, and kills a process")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+#[path = "support/itself.rs"]
+mod itself;
+
 use aquifer::{
     Access, Budget, DeviceId, DevicePool, Direct, MemoryError, Opaque, PinnedConfig, PinnedPool,
     PoolConfig, PoolStats, Request, Runtime, StreamOrdered, StreamPool,
@@ -13,6 +16,7 @@ use aquifer::{
     vec::Vec as PinnedVec,
 };
 use aquifer_status::{PoolKind, ProcessStatus, StatusFolder};
+use itself::itself;
 use nix::{libc, unistd};
 use std::{
     collections::BTreeMap,
@@ -20,7 +24,7 @@ use std::{
     io::{self, BufRead, BufReader, Read, Write},
     os::{fd::AsFd, unix::fs::PermissionsExt},
     path::{Path, PathBuf},
-    process::{self, Child, ChildStdin, ChildStdout, Command, Stdio},
+    process::{self, Child, ChildStdin, ChildStdout, Stdio},
 };
 
 const MIB: u64 = 1 << 20;
@@ -210,8 +214,7 @@ struct Part {
 
 impl Part {
     fn start(role: &str, variables: &[(&str, &Path)]) -> Self {
-        let mut child = Command::new(env::current_exe().unwrap())
-            .args(["--exact", role, "--ignored", "--nocapture", "--test-threads=1"])
+        let mut child = itself(role)
             .env_remove("AQUIFER_STATUS")
             .envs(variables.iter().copied())
             .stdin(Stdio::piped())

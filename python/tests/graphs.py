@@ -6,7 +6,7 @@ import threading
 import time
 
 import torch
-from groups import MIB, live, of, raises
+from groups import MIB, live, of, raises, rest
 
 
 def graphed(pool=None, stream=None):
@@ -53,15 +53,13 @@ def graphs_may_share_a_pool():
 
 @of("graphs")
 def a_graphs_memory_comes_back_when_it_is_gone():
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
     before = torch.cuda.memory_reserved()
     graph, x, out = graphed()
     graph.replay()
     del graph, x, out
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
     # What remains are the random generator's own two tensors.
     assert torch.cuda.memory_reserved() <= before + 8 * MIB, (before, torch.cuda.memory_reserved())
 
@@ -162,8 +160,7 @@ def graphs_that_follow_each_other_give_what_eager_code_gives():
         assert b.sum().item() == 1000 * 3070, share
         assert c.sum().item() == 1000 * 442, share
         del a, b, c, first, second
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        rest()
 
 
 @of("graphs")

@@ -8,11 +8,12 @@ MIB = 1 << 20
 GROUPS = {}
 
 
-def of(group):
-    """Enters a test in a group."""
+def of(*groups):
+    """Enters a test in each of the groups."""
 
     def enter(test):
-        GROUPS.setdefault(group, []).append(test)
+        for group in groups:
+            GROUPS.setdefault(group, []).append(test)
         return test
 
     return enter
@@ -31,3 +32,19 @@ def raises(kind, *words):
 
 def live():
     return aquifer_torch.statistics(0)["aquifer.requested"]
+
+
+def rest():
+    """Waits for the device, and gives what is cached back to it."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def together(threads):
+    """Starts these threads, and waits for them."""
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -24,7 +24,7 @@ import traceback
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
-from groups import GROUPS, MIB, live, of, raises  # noqa: E402
+from groups import GROUPS, MIB, live, of, raises, rest, together  # noqa: E402
 from skip import skip  # noqa: E402
 
 # ---- aquifer as the allocator of the process -----------------------------------------------------------------------------
@@ -123,8 +123,7 @@ def a_block_recorded_on_a_stream_is_not_reused_before_that_stream_is_done():
 @of("process")
 def blocks_that_wait_for_a_stream_are_waited_for_before_memory_is_refused():
     before, _ = aquifer_torch.limit(0)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
     aquifer_torch.set_limit(aquifer_torch.limit(0)[1] + 640 * MIB, 0)
     try:
         stream = torch.cuda.Stream()
@@ -293,8 +292,7 @@ def peaks_are_counted_from_their_reset():
 @of("process")
 def streams_whose_peaks_alternate_report_the_peak_of_both_together():
     streams = [torch.cuda.Stream() for _ in range(2)]
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
     torch.cuda.reset_peak_memory_stats()
     stats = torch.cuda.memory_stats()
     before = [stats[f"{name}_bytes.all.current"] for name in ("allocated", "requested")]
@@ -327,16 +325,13 @@ def threads_and_streams_keep_their_bytes_apart():
                     if not (tensor == value).all().item():
                         wrong.append(seed)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    together([threading.Thread(target=work, args=(seed,)) for seed in range(6)])
     assert not wrong
 
 
 @of("process")
 def threads_that_end_leave_no_memory_in_use():
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
     before, held = live(), torch.cuda.memory_reserved()
 
     def work():
@@ -344,11 +339,8 @@ def threads_that_end_leave_no_memory_in_use():
             torch.full((4 * MIB,), 1, dtype=torch.uint8, device="cuda").clone()
 
     for _ in range(40):
-        threads = [threading.Thread(target=work) for _ in range(5)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+        together([threading.Thread(target=work) for _ in range(5)])
+    rest()
     assert live() == before and torch.cuda.memory_reserved() <= held + 4 * MIB, (held, torch.cuda.memory_reserved())
 
 
@@ -464,8 +456,7 @@ def pytorchs_own_class_serves_streams_and_uses():
     torch.cuda.synchronize()
     assert (y == 5).all().item() and (z == 6).all().item()
     del y, z
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
     assert aquifer_torch.statistics(0)["aquifer.physical"] <= 4 * MIB
     torch.cuda.set_per_process_memory_fraction(0.5)
     assert aquifer_torch.limit(0)[0] <= torch.cuda.get_device_properties(0).total_memory * 0.51

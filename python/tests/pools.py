@@ -5,7 +5,7 @@ import threading
 
 import aquifer_torch
 import torch
-from groups import MIB, live, of, raises
+from groups import MIB, live, of, raises, rest, together
 
 
 # ---- a MemPool under PyTorch's own allocator ----------------------------------------------------------------------------------
@@ -49,8 +49,7 @@ def a_mem_pool_counts_who_uses_it():
 
 @of("mem_pool")
 def tensors_outlive_their_pool_and_go_back_at_empty_cache():
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
     before = live()
 
     def made():
@@ -62,16 +61,14 @@ def tensors_outlive_their_pool_and_go_back_at_empty_cache():
     gc.collect()
     assert live() > before and x[-1].item() == 2 * MIB - 1
     del x
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
     assert live() == before, (before, live())
 
 
 @of("mem_pool")
 def a_pool_for_emergencies_is_drawn_from_when_memory_is_out_and_another_is_not():
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
     fraction = torch.cuda.get_per_process_memory_fraction()
     total = torch.cuda.get_device_properties(0).total_memory
     other, spare = aquifer_torch.mem_pool(), aquifer_torch.mem_pool(use_on_oom=True)
@@ -105,9 +102,7 @@ def pools_of_several_threads_have_numbers_of_their_own():
         pools.append(torch.cuda.MemPool())
         numbers.append(pools[-1].id)
 
-    threads = [threading.Thread(target=make) for _ in range(4)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    together([threading.Thread(target=make) for _ in range(4)])
     assert len(set(numbers)) == 4
     first, second = torch.cuda.graph_pool_handle(), torch.cuda.MemPool()
     assert (first[0] == 0) == (second.id[0] == 0) and second.id[1] > first[1]
@@ -151,8 +146,7 @@ def pools_are_used_within_each_other_and_all_memory_comes_back():
 @of("pools")
 def free_memory_of_a_pool_for_emergencies_serves_when_there_is_no_other_and_goes_back_to_it():
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
     limit, _ = aquifer_torch.limit(0)
     other, spare = torch.cuda.MemPool(), torch.cuda.MemPool(use_on_oom=True)
     aquifer_torch.set_limit(aquifer_torch.statistics(0)["aquifer.physical"] + 84 * MIB, 0)
@@ -200,9 +194,7 @@ def pools_may_be_emptied_by_several_threads_that_use_them():
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work, args=(torch.cuda.MemPool(), n + 1)) for n in range(4)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    together([threading.Thread(target=work, args=(torch.cuda.MemPool(), n + 1)) for n in range(4)])
     assert not failed, failed
 
 
@@ -233,9 +225,7 @@ def a_thread_may_allocate_for_a_graphs_pool_beside_one_that_does_not():
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work, args=(within,)) for within in (True, False)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    together([threading.Thread(target=work, args=(within,)) for within in (True, False)])
     assert not failed, failed
     graph.replay()
     assert (out == 2).all().item()

@@ -13,7 +13,7 @@ import time
 
 import aquifer_torch
 import torch
-from groups import MIB, of, raises
+from groups import MIB, of, raises, rest
 
 saver = aquifer_torch.torch_memory_saver
 GIB = 1 << 30
@@ -23,8 +23,7 @@ SPIN = 100_000_000
 
 def used():
     """Bytes of the device that are not free, as the driver says."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
     free, total = torch.cuda.mem_get_info()
     return total - free
 
@@ -41,8 +40,7 @@ def ended():
     """Ends a test: nothing is paused, and nothing of it is left."""
     saver.resume()
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
 
 
 class Block(torch.nn.Module):
@@ -82,8 +80,7 @@ def losses(sleeps, steps=8):
     return found, back
 
 
-@of("sleep")
-@of("sleep_beside")
+@of("sleep", "sleep_beside")
 def training_that_sleeps_between_its_steps_has_the_same_losses_to_the_bit():
     plain, _ = losses(False)
     ended()
@@ -95,8 +92,7 @@ def training_that_sleeps_between_its_steps_has_the_same_losses_to_the_bit():
     ended()
 
 
-@of("sleep")
-@of("sleep_beside")
+@of("sleep", "sleep_beside")
 def the_driver_has_the_memory_back_while_asleep():
     with saver.region("big", enable_cpu_backup=True):
         x = counting(GIB)
@@ -119,8 +115,7 @@ def the_driver_has_the_memory_back_while_asleep():
     ended()
 
 
-@of("sleep")
-@of("sleep_beside")
+@of("sleep", "sleep_beside")
 def a_wake_that_does_not_fit_is_refused_whole():
     limit, _ = aquifer_torch.limit(0)
     tensors = {}
@@ -146,8 +141,7 @@ def a_wake_that_does_not_fit_is_refused_whole():
     ended()
 
 
-@of("sleep")
-@of("sleep_beside")
+@of("sleep", "sleep_beside")
 def work_that_is_queued_on_any_stream_is_done_before_the_memory_goes():
     side = torch.cuda.Stream()
     with saver.region("busy", enable_cpu_backup=True):
@@ -165,8 +159,7 @@ def work_that_is_queued_on_any_stream_is_done_before_the_memory_goes():
     ended()
 
 
-@of("sleep")
-@of("sleep_beside")
+@of("sleep", "sleep_beside")
 def tensors_are_freed_while_asleep_and_after_it():
     side, before = torch.cuda.Stream(), used()
     with saver.region("freed", enable_cpu_backup=True):
@@ -191,8 +184,7 @@ def tensors_are_freed_while_asleep_and_after_it():
         assert used() - before <= 128 * MIB, (before, used())
 
 
-@of("sleep")
-@of("sleep_beside")
+@of("sleep", "sleep_beside")
 def regions_are_nested_and_belong_to_their_thread():
     made = []
     with saver.region("outer", enable_cpu_backup=True):
@@ -221,8 +213,7 @@ def regions_are_nested_and_belong_to_their_thread():
     ended()
 
 
-@of("sleep")
-@of("sleep_beside")
+@of("sleep", "sleep_beside")
 def a_process_may_end_while_asleep():
     install = "aquifer_torch.install(limit=0.5)" if aquifer_torch._installed else "aquifer_torch.setup(limit=0.5)"
     program = (

@@ -5,7 +5,7 @@ import gc
 import aquifer_torch
 import torch
 import torch._dynamo
-from groups import live, of
+from groups import live, of, rest
 
 
 def compiled(function, mode="reduce-overhead"):
@@ -134,8 +134,7 @@ def decoding_token_by_token_gives_the_same_tokens():
 @of("trees")
 def graphs_take_bounded_memory_and_give_it_back():
     fresh()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    rest()
     before = aquifer_torch.statistics(0)["aquifer.physical"]
     held = []
     for _ in range(3):
@@ -147,8 +146,7 @@ def graphs_take_bounded_memory_and_give_it_back():
         held.append(aquifer_torch.statistics(0)["aquifer.physical"])
         del step
         fresh()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        rest()
     after = aquifer_torch.statistics(0)["aquifer.physical"]
     assert max(held) - before < 128 << 20, held
     assert after - before < 48 << 20, (before, held, after)

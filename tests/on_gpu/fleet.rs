@@ -12,7 +12,10 @@
 
 mod shown;
 
-use crate::first_gpu::{self, gpu};
+use crate::{
+    first_gpu::{self, gpu},
+    itself::itself,
+};
 use aquifer::{
     DeviceBuffer, DeviceId, Driver, MemoryError, Runtime, RuntimeBuilder, Stream,
     cuda::{CudaDriver, Lend},
@@ -25,7 +28,6 @@ use cudarc::{
 };
 use shown::{Scale, Table, assert_empty, copies, each_policy, stress};
 use std::{
-    env,
     io::{self, BufRead, BufReader},
     process::{Child, Command, Stdio},
     sync::{
@@ -109,10 +111,7 @@ impl Kernels {
 
 /// Returns a command for another process, which runs one of the ignored tests of this file.
 fn process(name: &str) -> Command {
-    let mut command = Command::new(env::current_exe().unwrap());
-    let name = format!("fleet::{name}");
-    command.args(["--exact", &name, "--ignored", "--nocapture", "--test-threads=1"]);
-    command
+    itself(&format!("fleet::{name}"))
 }
 
 /// A process that repeatedly takes nearly all memory of every device and frees it, until it is told

@@ -15,6 +15,8 @@ mod fleet;
 mod frames;
 mod giving_way;
 mod graphs;
+#[path = "../support/itself.rs"]
+mod itself;
 mod park;
 mod parts;
 mod pinned;

@@ -5,13 +5,16 @@
 //! else on the GPU.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::first_gpu::{self, gpu};
+use crate::{
+    first_gpu::{self, gpu},
+    itself::itself,
+};
 use aquifer::{Bytes, DeviceBuffer, DeviceId, Request, Runtime};
 use aquifer_driver::{Devices, Memory};
 use std::{
     env,
     io::{self, BufRead, BufReader, Write},
-    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    process::{Child, ChildStdin, ChildStdout, Stdio},
     sync::atomic::{AtomicU32, Ordering},
     thread,
     time::{Duration, Instant},
@@ -34,14 +37,7 @@ struct Neighbour {
 impl Neighbour {
     /// Starts a process with its own context.
     fn start(bytes: u64) -> Self {
-        let mut process = Command::new(env::current_exe().unwrap())
-            .args([
-                "--exact",
-                "pressure::child_takes",
-                "--ignored",
-                "--nocapture",
-                "--test-threads=1",
-            ])
+        let mut process = itself("pressure::child_takes")
             .env(VARIABLE, bytes.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -2,7 +2,10 @@
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "receives memory that another process works with")]
 
-use crate::first_gpu::{self, RuntimeInTurn};
+use crate::{
+    first_gpu::{self, RuntimeInTurn},
+    itself::itself,
+};
 use aquifer::{
     Budget, DeviceBuffer, DevicePool, PoolConfig, Request, Stream,
     device::{Exported, ReceivedBlock, ShareError, ShareServer, check_peer},
@@ -15,7 +18,7 @@ use std::{
         linux::net::SocketAddrExt,
         unix::net::{SocketAddr, UnixListener, UnixStream},
     },
-    process::{self, Child, Command},
+    process::{self, Child},
     time::{Duration, Instant},
 };
 
@@ -67,11 +70,7 @@ fn received_is_all(s: &Stream, block: &ReceivedBlock, byte: u8) -> bool {
 fn receiver() -> (Child, UnixStream) {
     let name = format!("aquifer-test-{}", process::id());
     let listener = UnixListener::bind_addr(&address(&name)).unwrap();
-    let child = Command::new(env::current_exe().unwrap())
-        .args(["--exact", "sharing::the_other_process", "--nocapture", "--include-ignored"])
-        .env(SOCKET, &name)
-        .spawn()
-        .unwrap();
+    let child = itself("sharing::the_other_process").env(SOCKET, &name).spawn().unwrap();
     let (socket, _) = listener.accept().unwrap();
     check_peer(&socket).unwrap();
     socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -217,8 +216,7 @@ fn two_processes_share_a_block_by_name_and_one_keeps_it_when_the_other_is_killed
     let Some((_rt, pool)) = pool(512, false) else { return };
     let (s, wait) = (pool.stream().unwrap(), Duration::from_secs(60));
     let name = format!("aquifer-test-served-{}", process::id());
-    let mut owner = Command::new(env::current_exe().unwrap())
-        .args(["--exact", "sharing::the_process_that_serves", "--nocapture", "--include-ignored"])
+    let mut owner = itself("sharing::the_process_that_serves")
         .env(SERVER, &name)
         .stdin(process::Stdio::piped())
         .stdout(process::Stdio::piped())

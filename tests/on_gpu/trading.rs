@@ -1,13 +1,13 @@
 //! Two servers share one GPU by its ledger and trade its memory, until one of them is killed.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::first_gpu;
+use crate::{first_gpu, itself::itself};
 use aquifer::{Bytes, DeviceBuffer, MemoryError, Runtime};
 use aquifer_status::ledger::{Ledger, LedgerFigures};
 use std::{
     env,
     path::{Path, PathBuf},
-    process::{self, Child, Command},
+    process::{self, Child},
     thread,
     time::{Duration, Instant},
 };
@@ -65,8 +65,7 @@ fn a_server() {
 }
 
 fn start(folder: &Path, guarantee: u64) -> Child {
-    Command::new(env::current_exe().unwrap())
-        .args(["--exact", "trading::a_server", "--nocapture", "--include-ignored"])
+    itself("trading::a_server")
         .env(FOLDER, folder)
         .env(GUARANTEE, guarantee.to_string())
         .spawn()

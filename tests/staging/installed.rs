@@ -5,9 +5,10 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{self, MIB, assert_silent, runtime, small};
+use allocator_api2::alloc::Global as Installed;
 use aquifer::{
     Budget, DeviceBuffer, MemoryError, PinnedBuf, PinnedPool, PoolStats, Runtime, StagerConfig,
-    Stream, sim::Sim, staging,
+    Stream, Tag, conformance::Suite, sim::Sim, staging, tagged,
 };
 use nix::{
     sys::wait::{WaitStatus, waitpid},
@@ -245,6 +246,20 @@ fn what_is_read_through_a_library_is_copied_to_the_device_from_where_it_lies() {
     .unwrap();
     assert!(support::read(&s, &x) == part);
     drop(bytes);
+    staged.assert_as_before(before);
+}
+
+/// Growing and shrinking moves blocks between the pool and the allocator below.
+#[test]
+fn the_allocator_contract_is_kept_inside_and_outside_of_scopes_and_routes() {
+    let (staged, before, _turn) = turn();
+    for seed in 0..2 {
+        let suite = Suite::new().operations(300).largest(3 * staging::ROUTE_FROM).seed(seed);
+        let conforms = || assert_eq!(suite.check_clone(&Installed), Ok(()));
+        conforms();
+        staging::route(conforms);
+        tagged(Tag::named("suite"), || staging::route(conforms));
+    }
     staged.assert_as_before(before);
 }
 

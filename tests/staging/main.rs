@@ -1,4 +1,4 @@
-//! Tests of the process's staging allocator, and of the uses that the library was required for.
+//! Tests of the process's staging allocator.
 //!
 //! The tests form a separate process because they have one staging allocator and one global
 //! allocator. They run one at a time, because they count what is held in the process.
@@ -6,7 +6,6 @@
 mod installed;
 #[path = "../support/mod.rs"]
 mod support;
-mod used_by;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

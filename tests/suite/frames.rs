@@ -107,29 +107,6 @@ fn a_device_frame_waits_for_the_step_that_had_it_and_for_nothing_since() {
 }
 
 #[test]
-fn parts_lie_apart_and_aligned_and_a_step_starts_anew() {
-    let (sim, pool, s, _) = rig();
-    let mut arena = DeviceArena::new(&pool, &s, MIB).unwrap();
-    for step in 0..3u32 {
-        let mut bytes = arena.alloc::<u8>(1).unwrap();
-        let mut words = arena.alloc::<u32>(1000).unwrap();
-        let mut rest = arena.alloc::<u64>((MIB as usize - 512 - 4096) / 8).unwrap();
-        assert_eq!(bytes.range().address, arena.block().address());
-        assert_eq!(words.range().address, arena.block().address() + 512);
-        assert_eq!(rest.range().address + rest.range().bytes, arena.block().address() + MIB);
-        s.fill(&mut words, step).unwrap();
-        s.fill(&mut rest, u64::MAX).unwrap();
-        s.fill(&mut bytes, 7).unwrap();
-        s.synchronize().unwrap();
-        assert_eq!(now(&sim, &words), step.to_ne_bytes().repeat(1000), "no other part reaches it");
-        assert_eq!((arena.used(), arena.high_water(), arena.bytes()), (MIB, MIB, MIB));
-        arena.reset().unwrap();
-        assert_eq!(arena.used(), 0);
-    }
-    assert_silent(&sim);
-}
-
-#[test]
 fn requests_beyond_the_arena_are_refused_and_change_nothing() {
     let (_sim, pool, s, _) = rig();
     let arena = DeviceArena::new(&pool, &s, 10_000).unwrap();
@@ -143,40 +120,6 @@ fn requests_beyond_the_arena_are_refused_and_change_nothing() {
     let mut part = arena.alloc::<u8>(9_488).unwrap();
     assert!(matches!(part.slice_mut(9_000..9_489), Err(MemoryError::OutOfRange { .. })));
     assert!(matches!(arena.alloc::<u8>(1), Err(MemoryError::TooLarge { limit: 0, .. })));
-}
-
-#[test]
-fn two_streams_may_write_two_parts_of_one_arena() {
-    let (sim, pool, s, u) = rig();
-    let mut arena = DeviceArena::new(&pool, &s, MIB).unwrap();
-    for round in 0..4u8 {
-        let (mut a, mut b) = (arena.alloc::<u8>(1000).unwrap(), arena.alloc::<u8>(1000).unwrap());
-        for turn in 0..3 {
-            s.fill(&mut a, round + turn).unwrap();
-            u.fill(&mut b, round + turn + 100).unwrap();
-        }
-        u.synchronize().unwrap();
-        s.synchronize().unwrap();
-        assert_eq!(
-            (now(&sim, &a), now(&sim, &b)),
-            (vec![round + 2; 1000], vec![round + 102; 1000])
-        );
-        arena.reset().unwrap();
-    }
-    assert_silent(&sim);
-}
-
-#[test]
-fn a_reset_waits_for_every_stream_that_used_a_part() {
-    let (sim, pool, s, u) = rig();
-    let mut arena = DeviceArena::new(&pool, &s, MIB).unwrap();
-    let mut part = arena.alloc::<u8>(1000).unwrap();
-    u.fill(&mut part, 9).unwrap();
-    let range = part.range();
-    assert!(sim.pending(u.raw()) > 0);
-    arena.reset().unwrap();
-    assert_eq!(sim.read_back(range).unwrap(), [9; 1000]);
-    assert_silent(&sim);
 }
 
 #[test]
@@ -198,28 +141,6 @@ fn the_end_of_a_step_is_where_it_was_first_said() {
         (true, true),
         "what came later still waits"
     );
-    assert_silent(&sim);
-}
-
-#[test]
-fn an_open_use_refuses_the_reset_and_changes_nothing() {
-    let (sim, pool, s, u) = rig();
-    let mut frames = ring(&pool, &s);
-    let frame = frames.next().unwrap();
-    frame.arena().alloc::<u8>(1000).unwrap();
-    let address = frame.arena().block().address();
-    let used = frame.arena().block().prepare(&u, Access::Read).unwrap();
-    frames.next().unwrap();
-    frames.next().unwrap();
-    assert_eq!(frames.next().unwrap_err(), MemoryError::Busy { address });
-    assert_eq!(
-        frames.next().unwrap_err(),
-        MemoryError::Busy { address },
-        "the same frame is next again"
-    );
-    used.finish().unwrap();
-    let frame = frames.next().unwrap();
-    assert_eq!((frame.arena().block().address(), frame.arena().used()), (address, 0));
     assert_silent(&sim);
 }
 

@@ -7,6 +7,8 @@ mod forgotten;
 mod frames;
 mod futures;
 mod giving_way;
+#[path = "../support/itself.rs"]
+mod itself;
 #[path = "../../allocators/host/tests/suite/machine/mod.rs"]
 mod machine;
 mod placement;

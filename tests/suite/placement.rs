@@ -14,8 +14,8 @@ mod waits;
 
 use crate::support;
 use aquifer::{
-    Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, MemoryError, Near,
-    OutOfBudget, PlaceError, PlacementRequest, Placer, Policy, PoolConfig, Request, Runtime, Tag,
+    Access, Block, Budget, DeviceId, DevicePool, Group, Lease, MemoryError, Near, OutOfBudget,
+    PlaceError, PlacementRequest, Placer, Policy, PoolConfig, Request, Runtime, Tag,
     driver::Call,
     host::{NodeId, Topology},
     placement::{Candidate, RejectReason},
@@ -150,101 +150,6 @@ fn every_hint_is_honoured_by_every_policy() {
 }
 
 #[test]
-fn a_lease_holds_its_bytes_exclusively() {
-    let (_, rt) = machine(1, 10);
-    let pool = rt.device(0).unwrap();
-    let lease = place(&rt.placer(Policy::MostFree), 6).unwrap();
-    assert_eq!(
-        (pool.budget().used(), pool.stats().physical),
-        (6 * MIB, 0),
-        "held, and not taken yet"
-    );
-    let refused = fill(pool, 6).unwrap_err();
-    let MemoryError::OutOfMemory(refused) = refused else { panic!("{refused:?}") };
-    assert!(
-        refused.refused.is_some_and(|r| r.remaining <= 4 * MIB && r.limit == 10 * MIB),
-        "{refused}"
-    );
-    assert_eq!(lease.remaining(), 6 * MIB);
-    let _beside = fill(pool, 4).unwrap();
-    assert!(matches!(fill(pool, 1), Err(MemoryError::OutOfMemory(_))));
-    let drawn: DeviceBuffer<u8> = lease.buffer(&lease.stream().unwrap(), 6 << 20).unwrap();
-    assert_eq!(drawn.block().device(), lease.device());
-    assert_eq!(lease.remaining(), 0);
-    assert_eq!(pool.budget().used(), 10 * MIB);
-}
-
-#[test]
-fn a_lease_is_drawn_from_to_its_last_byte_and_then_asks_the_budget() {
-    let (_, rt) = machine(1, 16);
-    let pool = rt.device(0).unwrap();
-    let lease = place(&rt.placer(Policy::MostFree), 8).unwrap();
-    let s = lease.stream().unwrap();
-    let draw = |mib| lease.alloc(&s, Request::bytes(mib * MIB));
-    let one = draw(2).unwrap();
-    assert_eq!(lease.remaining(), 6 * MIB);
-    let two = draw(6).unwrap();
-    assert_eq!((lease.remaining(), pool.budget().used()), (0, 8 * MIB));
-    let three = draw(8).unwrap();
-    assert_eq!(pool.budget().used(), 16 * MIB, "beyond the lease, from the budget");
-    assert!(matches!(draw(1), Err(MemoryError::OutOfMemory(_))));
-    drop((one, two, three));
-    assert_eq!(
-        draw(16).unwrap().bytes(),
-        16 * MIB,
-        "what came back to the cache is there for everybody"
-    );
-}
-
-#[test]
-fn what_the_cache_serves_is_not_held_twice() {
-    let (_, rt) = machine(1, 16);
-    let pool = rt.device(0).unwrap();
-    let s = pool.stream().unwrap();
-    drop(pool.alloc(&s, Request::bytes(4 * MIB)).unwrap());
-    let lease = place(&rt.placer(Policy::MostFree), 8).unwrap();
-    assert_eq!(pool.budget().used(), 12 * MIB);
-    let block = lease.alloc(&s, Request::bytes(4 * MIB)).unwrap();
-    assert_eq!(lease.remaining(), 4 * MIB, "the lease has been used all the same");
-    assert_eq!(pool.budget().used(), 8 * MIB, "and holds nothing for what the cache gave");
-    drop((block, lease));
-    assert_eq!(pool.budget().used(), pool.stats().physical);
-}
-
-#[test]
-fn the_rest_of_a_lease_is_returned_once_in_either_drop_order() {
-    for block_first in [true, false] {
-        let (sim, rt) = machine(1, 16);
-        let pool = rt.device(0).unwrap();
-        let lease = place(&rt.placer(Policy::MostFree), 10).unwrap();
-        let block = lease.alloc(&lease.stream().unwrap(), Request::bytes(4 * MIB)).unwrap();
-        if block_first {
-            drop(block);
-            assert_eq!(lease.remaining(), 6 * MIB);
-            drop(lease);
-        } else {
-            drop(lease);
-            assert_eq!(pool.budget().used(), 4 * MIB, "a block outlives its lease");
-            drop(block);
-        }
-        pool.trim(0).unwrap();
-        assert_eq!(pool.budget().used(), 0);
-        drop(rt);
-        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
-    }
-}
-
-#[test]
-fn a_lease_that_is_dropped_unused_frees_its_place() {
-    let (_, rt) = machine(1, 10);
-    let placer = rt.placer(Policy::RoundRobin);
-    for _ in 0..100 {
-        drop(place(&placer, 10).unwrap());
-    }
-    assert_eq!(rt.device(0).unwrap().budget().used(), 0);
-}
-
-#[test]
 fn one_of_two_requests_for_the_last_bytes_wins_and_the_other_is_refused() {
     for _ in 0..50 {
         let (_, rt) = machine(1, 10);
@@ -267,79 +172,6 @@ fn one_of_two_requests_for_the_last_bytes_wins_and_the_other_is_refused() {
             other => assert_eq!(other, MemoryError::NoDevice { asked: 0, count: 1 }),
         }
         assert_eq!(rt.device(0).unwrap().budget().used(), 0, "both leases are gone by now");
-    }
-}
-
-#[test]
-fn of_two_requests_for_the_last_bytes_the_other_goes_elsewhere() {
-    for policy in [Policy::MostFree, Policy::RoundRobin] {
-        for _ in 0..50 {
-            let (_, rt) = machine(2, 10);
-            let (placer, start) = (rt.placer(policy.clone()), Barrier::new(2));
-            let mut both = thread::scope(|scope| {
-                let race = || {
-                    start.wait();
-                    place(&placer, 6).unwrap()
-                };
-                let (a, b) = (scope.spawn(race), scope.spawn(race));
-                [a.join().unwrap(), b.join().unwrap()]
-            });
-            both.sort_by_key(|lease| lease.device());
-            assert_eq!(devices(&both), [0, 1]);
-        }
-    }
-}
-
-#[test]
-fn a_burst_of_equal_leases_spreads_evenly() {
-    let (_, rt) = machine(4, 1000);
-    let placer = rt.placer(Policy::MostFree);
-    let leases: Vec<_> = (0..100).map(|_| place(&placer, 10).unwrap()).collect();
-    for device in 0..4 {
-        assert_eq!(leases.iter().filter(|lease| lease.device() == DeviceId(device)).count(), 25);
-    }
-}
-
-#[test]
-fn a_burst_from_many_threads_herds_on_no_device() {
-    let (_, rt) = machine(4, 1000);
-    let placer = rt.placer(Policy::MostFree);
-    let leases: Vec<Lease> = thread::scope(|scope| {
-        let burst = || (0..25).map(|_| place(&placer, 10).unwrap()).collect::<Vec<_>>();
-        let threads: Vec<_> = (0..4).map(|_| scope.spawn(burst)).collect();
-        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
-    });
-    for device in rt.devices() {
-        let here = leases.iter().filter(|lease| lease.device() == device.device()).count();
-        // Threads that read at the same moment may pick one device, so one may be ahead by as many.
-        assert!((20..=30).contains(&here), "{here} of 100 on {}", device.device());
-        assert_eq!(device.budget().used(), here as u64 * 10 * MIB);
-    }
-}
-
-#[test]
-fn a_burst_from_many_threads_is_granted_whole_where_there_is_room_for_it_and_no_further() {
-    for policy in [Policy::MostFree, Policy::RoundRobin] {
-        let (_, rt) = machine(4, 250);
-        let placer = rt.placer(policy);
-        let leases: Vec<Lease> = thread::scope(|scope| {
-            let threads: Vec<_> = (0..10)
-                .map(|_| {
-                    scope.spawn(|| {
-                        (0..10).map(|_| place(&placer, 10)).collect::<Result<Vec<_>, _>>()
-                    })
-                })
-                .collect();
-            threads.into_iter().flat_map(|thread| thread.join().unwrap().unwrap()).collect()
-        });
-        for device in 0..4 {
-            assert_eq!(
-                leases.iter().filter(|lease| lease.device() == DeviceId(device)).count(),
-                25
-            );
-        }
-        assert!(place(&placer, 10).is_err(), "every byte is held");
-        assert!(rt.devices().iter().all(|pool| pool.budget().remaining() == 0));
     }
 }
 
@@ -424,40 +256,6 @@ fn memory_that_another_stream_still_uses_is_not_given_up() {
     // A trim has to poll before it is known.
     pool.trim(u64::MAX).unwrap();
     assert!(place(&placer, 6).is_ok());
-}
-
-#[test]
-fn leases_and_allocations_of_many_threads_never_exceed_the_limit_and_all_come_back() {
-    let (sim, rt) = machine(2, 64);
-    let placer = rt.placer(Policy::MostFree);
-    thread::scope(|scope| {
-        for thread in 0..4u64 {
-            let (placer, rt) = (&placer, &rt);
-            scope.spawn(move || {
-                for round in 0..50 {
-                    let mib = 1 + (thread + round) % 8;
-                    // Memory cached for other streams may have to be trimmed by another thread
-                    // first.
-                    let Ok(lease) = place(placer, 2 * mib) else { continue };
-                    let s = lease.stream().unwrap();
-                    let one = lease.alloc(&s, Request::bytes(mib * MIB));
-                    assert!(one.is_ok(), "held, and so there: {one:?}");
-                    for pool in rt.devices() {
-                        assert!(pool.budget().used() <= pool.budget().limit());
-                    }
-                }
-            });
-        }
-    });
-    for pool in rt.devices() {
-        assert_eq!(pool.stats().live, 0);
-        pool.trim(0).unwrap();
-        assert_eq!(pool.budget().used(), 0);
-        assert!(pool.budget().peak() <= 64 * MIB);
-    }
-    drop((placer, rt));
-    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
-    support::assert_silent(&sim);
 }
 
 #[test]

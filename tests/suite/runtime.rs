@@ -5,7 +5,10 @@
 //! variables and the number of threads belong to the whole process.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
-use crate::support::{self, MIB, assert_silent, runtime, small};
+use crate::{
+    itself::{itself, texts},
+    support::{self, MIB, assert_silent, runtime, small},
+};
 use aquifer::{
     Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Operand, Park,
     PinnedAllocator, PinnedPool, PoolConfig, Request, Runtime, StagerConfig, Stream, Tag,
@@ -18,8 +21,7 @@ use aquifer::{
 use std::{
     env, fs,
     path::{Path, PathBuf},
-    process::{self, Command},
-    thread,
+    process, thread,
     time::Instant,
 };
 
@@ -375,14 +377,7 @@ fn child_races() {
 #[test]
 fn a_runtime_reports_its_fallback_the_reason_and_violations() {
     let run = |environment: &[(&str, &str)]| {
-        let mut command = Command::new(env::current_exe().unwrap());
-        command.args([
-            "--exact",
-            "runtime::child_races",
-            "--ignored",
-            "--nocapture",
-            "--test-threads=1",
-        ]);
+        let mut command = itself("runtime::child_races");
         for variable in ["DEBUG", "SIM_VIOLATIONS", "SIM_FALLBACK"] {
             command.env_remove(format!("AQUIFER_{variable}"));
         }
@@ -390,8 +385,8 @@ fn a_runtime_reports_its_fallback_the_reason_and_violations() {
         let output =
             command.env("CUDA_VISIBLE_DEVICES", "").envs(environment.iter().copied()).output();
         let output = output.unwrap();
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        (output.status.code(), text(&output.stdout), text(&output.stderr))
+        let [said, told] = texts(&output);
+        (output.status.code(), said, told)
     };
     for debug in ["", "all"] {
         let (status, _, told) = run(&[("AQUIFER_DEBUG", debug)]);
@@ -435,14 +430,7 @@ fn a_runtime_reports_its_fallback_the_reason_and_violations() {
 /// succeeded.
 #[track_caller]
 fn child(name: &str, environment: &[(&str, &str)]) -> String {
-    let mut command = Command::new(env::current_exe().unwrap());
-    command.args([
-        "--exact",
-        &format!("runtime::{name}"),
-        "--ignored",
-        "--nocapture",
-        "--test-threads=1",
-    ]);
+    let mut command = itself(&format!("runtime::{name}"));
     for variable in [
         "TRACE",
         "BYPASS",
@@ -456,8 +444,7 @@ fn child(name: &str, environment: &[(&str, &str)]) -> String {
         command.env_remove(format!("AQUIFER_{variable}"));
     }
     let output = command.envs(environment.iter().copied()).output().unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    let told = text(&output.stdout) + &text(&output.stderr);
+    let told = texts(&output).concat();
     assert!(output.status.success(), "{told}");
     assert!(told.contains("1 passed"), "there is no test {name}: {told}");
     told

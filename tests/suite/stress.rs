@@ -11,6 +11,7 @@ use aquifer::{
     Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, PlacementRequest, Placer, Policy,
     PoolConfig, Request, Runtime, driver::Call, placement::Health, sim::Sim,
 };
+use aquifer_core::random::SplitMix64;
 use std::{
     sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     thread,
@@ -27,17 +28,6 @@ const LONGEST: Duration = Duration::from_secs(8);
 const DEVICE_LIMIT: u64 = 48 * MIB;
 const PROCESS_LIMIT: u64 = 64 * MIB;
 const TENANT_LIMIT: u64 = 24 * MIB;
-
-/// Pseudo-random numbers that are equal for equal seeds (Knuth's constants for a 64-bit generator).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 =
-            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % end
-    }
-}
 
 /// Totals of all tenants.
 #[derive(Default)]
@@ -77,16 +67,17 @@ fn work(lease: &Lease, bytes: u64, tally: &Tally) -> aquifer::error::Result<()> 
 }
 
 fn tenant(number: u64, budget: &Budget, placers: &[Placer], tally: &Tally, begun: Instant) {
-    let mut random = Random(number);
+    let mut random = SplitMix64::new(number);
+    let mut below = |end: u64| random.next_u64() % end;
     for _ in 0..ROUNDS {
         if begun.elapsed() > LONGEST {
             break;
         }
-        let placer = &placers[random.below(placers.len() as u64) as usize];
-        let deadline = Some(Instant::now() + Duration::from_millis(random.below(20)));
-        let bytes = 2 * MIB * (1 + random.below(8));
-        let place = PlacementRequest::bytes(bytes).key(number).priority(random.below(3) as i32);
-        match random.below(8) {
+        let placer = &placers[below(placers.len() as u64) as usize];
+        let deadline = Some(Instant::now() + Duration::from_millis(below(20)));
+        let bytes = 2 * MIB * (1 + below(8));
+        let place = PlacementRequest::bytes(bytes).key(number).priority(below(3) as i32);
+        match below(8) {
             0..=2 => {
                 if let Some(lease) = tally.wait(|| placer.place_by(&place, deadline)) {
                     let _ = work(&lease, bytes, tally);
@@ -112,10 +103,9 @@ fn tenant(number: u64, budget: &Budget, placers: &[Placer], tally: &Tally, begun
                 drop(held);
             }
             _ => {
-                let pool = placer
-                    .device(random.below(DEVICES.into()) as usize)
-                    .map(|device| device.pool.clone());
-                let _ = pool.map(|pool| pool.trim(random.below(16) * MIB));
+                let pool =
+                    placer.device(below(DEVICES.into()) as usize).map(|device| device.pool.clone());
+                let _ = pool.map(|pool| pool.trim(below(16) * MIB));
             }
         }
     }

@@ -4,13 +4,12 @@
 
 use crate::support::assert_silent;
 use aquifer::{
-    Block, Budget, DeviceBuffer, DeviceId, DevicePool, Limit, MemoryError, Opaque, PoolConfig,
-    PoolStats, Request, Resource, Stream, Tag,
+    Budget, DeviceBuffer, DeviceId, DevicePool, Limit, MemoryError, Opaque, PoolConfig, PoolStats,
+    Request, Stream, Tag,
     adapters::{CountingAllocator, Fallback, Segregate, Tagged},
     sim::Sim,
     vec::Vec,
 };
-use std::sync::Arc;
 
 const MIB: u64 = 1 << 20;
 
@@ -121,76 +120,6 @@ fn small_blocks_and_large_ones_come_from_pools_of_their_own() {
     assert_eq!((small.stats().blocks, large.stats().blocks), (2, 1));
     drop(blocks);
     assert_eq!(by_size.stats().live, 0);
-}
-
-/// Fills and frees blocks of one resource on two streams, in order with each other.
-fn works<R: Resource>(rig: &Rig, resource: &R) {
-    for step in 0..20u8 {
-        let bytes = 1 + 3000 * usize::from(step % 5);
-        let mut x: DeviceBuffer<u8> = DeviceBuffer::new_in(resource, &rig.s, bytes).unwrap();
-        rig.u.fill(&mut x, step).unwrap();
-        let mut back = vec![0; bytes];
-        rig.s.scope(|c| c.download(&x, &mut back)).unwrap().unwrap();
-        assert!(back.iter().all(|&byte| byte == step));
-    }
-    assert_eq!(resource.device(), DeviceId(0));
-    resource.trim(0).unwrap();
-}
-
-/// Tests each wrapper over each other: over the pool itself, a borrowed one, and one known only by
-/// its trait.
-#[test]
-fn each_composes_with_each() {
-    let rig = rig();
-    macro_rules! one {
-        (Limit $below:expr) => {
-            Limit::new($below, Budget::new("compose", 16 * MIB))
-        };
-        (Counted $below:expr) => {
-            CountingAllocator::new($below)
-        };
-        (Tagged $below:expr) => {
-            Tagged::new($below, Tag::named("compose"))
-        };
-        (Fallback $below:expr) => {
-            Fallback::new(Limit::new($below, Budget::new("first", 4000)), $below)
-        };
-        (Segregate $below:expr) => {
-            Segregate::new(4000, $below, $below)
-        };
-    }
-    macro_rules! over {
-        ($below:expr; $($outer:ident)*) => {
-            $(over!(@ $below; $outer over Limit Counted Tagged Fallback Segregate);)*
-        };
-        (@ $below:expr; $outer:ident over $($inner:ident)*) => {
-            $(works(&rig, &one!($outer &one!($inner $below)));)*
-        };
-    }
-    let behind: Arc<dyn Resource> = Arc::new(rig.pool.clone());
-    over!(rig.pool.clone(); Limit Counted Tagged Fallback Segregate);
-    over!(&behind; Limit Counted Tagged Fallback Segregate);
-    rig.s.synchronize().unwrap();
-    rig.u.synchronize().unwrap();
-    rig.pool.trim(0).unwrap();
-    let stats = rig.pool.stats();
-    assert_eq!((stats.live, stats.pending, stats.physical), (0, 0, 0));
-    assert_silent(&rig.sim);
-}
-
-#[test]
-fn wrapped_device_memory_is_a_resource_by_its_trait_alone() {
-    let rig = rig();
-    let budget = Budget::new("tenant", MIB);
-    let tenants: std::vec::Vec<Box<dyn Resource>> = vec![
-        Box::new(Limit::new(rig.pool.clone(), budget.clone())),
-        Box::new(Tagged::new(Limit::new(rig.pool.clone(), budget.clone()), Tag::named("b"))),
-    ];
-    let blocks: std::vec::Vec<Block> =
-        tenants.iter().map(|t| t.allocate(&rig.s, Request::bytes(1000)).unwrap()).collect();
-    assert_eq!(budget.used(), 2000);
-    drop(blocks);
-    assert_eq!(budget.used(), 0);
 }
 
 /// The same wrapper over host memory in the same program.

@@ -46,58 +46,12 @@ const FAULTS: [Call; 10] = [
     Call::MemAlloc,
     Call::StreamCreate,
 ];
-
-/// The operations, weighted by repetition.
-const OPS: [Op; 26] = [
-    Op::Alloc,
-    Op::Alloc,
-    Op::Alloc,
-    Op::Alloc,
-    Op::Alloc,
-    Op::Free,
-    Op::Free,
-    Op::Free,
-    Op::Free,
-    Op::Touch,
-    Op::Prepare,
-    Op::Prepare,
-    Op::Finish,
-    Op::Finish,
-    Op::Record,
-    Op::Trim,
-    Op::Fail,
-    Op::Run,
-    Op::Limit,
-    Op::Limit,
-    Op::IntoRaw,
-    Op::FromRaw,
-    Op::Typed,
-    Op::Retire,
-    Op::Thread,
-    Op::Thread,
-];
+/// Further calls that may fail while blocks are filled and read by the debug checks.
+const CHECKED_FAULTS: [Call; 4] =
+    [Call::Fill, Call::CopyToHost, Call::StreamSynchronize, Call::EventSynchronize];
 
 /// The stream of a block of another thread's default stream: none that this thread can use.
 const AWAY: usize = usize::MAX;
-
-#[derive(Clone, Copy, Debug)]
-enum Op {
-    Alloc,
-    Free,
-    Touch,
-    Prepare,
-    Finish,
-    Record,
-    Trim,
-    Fail,
-    Run,
-    Limit,
-    IntoRaw,
-    FromRaw,
-    Typed,
-    Retire,
-    Thread,
-}
 
 /// A live block whose raw address is in use.
 struct Out {
@@ -239,24 +193,22 @@ impl Program for World {
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
         begin_step(&mut self.most, std::slice::from_ref(&self.rig.budget));
-        match bytes.pick(OPS) {
-            Op::Alloc => self.alloc(bytes),
-            Op::Free => self.free(bytes),
-            Op::Touch => self.touch(bytes),
-            Op::Prepare => self.prepare(bytes),
-            Op::Finish => self.rig.end_one(bytes),
-            Op::Record => self.record(bytes),
-            Op::Trim => trim(&self.rig.pool, u64::from(bytes.u8()) << (19 + self.scale)),
-            Op::Fail => self.fail(bytes),
-            Op::Run => {
-                go_on(&self.rig.sim, &self.rig.streams[self.pick_stream(bytes)], bytes);
-            }
-            Op::Limit => self.limit(bytes),
-            Op::IntoRaw => self.make_raw(bytes),
-            Op::FromRaw => self.take_raw(bytes),
-            Op::Typed => self.typed(bytes),
-            Op::Retire => self.retire(bytes),
-            Op::Thread => self.thread(bytes),
+        match bytes.choice(26) {
+            0..=4 => self.alloc(bytes),
+            5..=8 => self.free(bytes),
+            9 => self.touch(bytes),
+            10 | 11 => self.prepare(bytes),
+            12 | 13 => self.rig.end_one(bytes),
+            14 => self.record(bytes),
+            15 => trim(&self.rig.pool, u64::from(bytes.u8()) << (19 + self.scale)),
+            16 => self.fail(bytes),
+            17 => go_on(&self.rig.sim, &self.rig.streams[self.pick_stream(bytes)], bytes),
+            18 | 19 => self.limit(bytes),
+            20 => self.make_raw(bytes),
+            21 => self.take_raw(bytes),
+            22 => self.typed(bytes),
+            23 => self.retire(bytes),
+            _ => self.thread(bytes),
         }
     }
 
@@ -316,7 +268,8 @@ impl Program for World {
 
 impl World {
     fn fail(&mut self, bytes: &mut Bytes<'_>) {
-        let call = bytes.pick(FAULTS);
+        let of_checks = self.checked && bytes.choice(3) == 0;
+        let call = if of_checks { bytes.pick(CHECKED_FAULTS) } else { bytes.pick(FAULTS) };
         if (self.fenced || self.threaded) && matches!(call, Call::EventCreate | Call::EventRecord) {
             // A block that cannot be fenced when required is held back permanently.
             return;
@@ -359,11 +312,19 @@ impl World {
         } else {
             self.rig.pool.free_raw(address).expect("an address that is out");
         }
-        let again = self.rig.pool.free_raw(address);
-        assert!(
-            matches!(again, Err(MemoryError::DoubleFree { .. } | MemoryError::ForeignBlock { .. })),
-            "an address is out twice: {again:?}"
-        );
+        // Once back, an address is not accepted again, unless it is that of another block.
+        let stats = self.rig.pool.stats();
+        for wrong in [address, address + 1, address + 512, u64::MAX] {
+            if self.out.iter().any(|out| out.address == wrong) {
+                continue;
+            }
+            let again = self.rig.pool.free_raw(wrong);
+            let refused = |error: &MemoryError| {
+                matches!(error, MemoryError::DoubleFree { .. } | MemoryError::ForeignBlock { .. })
+            };
+            assert!(again.as_ref().is_err_and(refused), "an address is out twice: {again:?}");
+        }
+        assert_eq!(self.rig.pool.stats(), stats, "a refused address changed the account");
     }
 
     /// Uses a block as elements, in two parts that are written on two streams.

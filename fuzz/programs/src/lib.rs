@@ -1,8 +1,8 @@
 //! The fuzz targets as ordinary programs.
 //!
 //! Each of the [`targets`] reads its input as a program of structured operations, executes it beside
-//! a model, and panics if an invariant is violated. The tests of this crate run them from seeds and
-//! from the committed corpus, without a fuzzer or a nightly compiler.
+//! a model, and panics if an invariant is violated. The tests of this crate run them from seeds,
+//! without a fuzzer or a nightly compiler.
 
 mod adapters;
 pub mod agree;
@@ -20,7 +20,6 @@ mod peaks;
 mod pinned;
 mod placement;
 mod plan;
-mod pressure;
 pub mod program;
 mod registered;
 mod rig;

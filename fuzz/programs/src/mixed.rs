@@ -7,6 +7,10 @@
 //! threads allocate, use and free while limits change and a driver call stalls. All other programs
 //! are determined by their bytes, and some are run twice to check that.
 //!
+//! The program `pressure` is this one without what holds memory for long. Where work runs as it is
+//! queued and no call fails, an allocation fails there only if reclaiming all idle memory would not
+//! make room for it.
+//!
 //! Invariants after every operation:
 //! - the oracle reports nothing, and no two live blocks of a device overlap;
 //! - each budget's use equals what its pools hold, and never exceeded the limit;
@@ -29,7 +33,7 @@ use crate::{
     },
 };
 use aquifer_core::{
-    Budget, Charge, MemoryError, Result, Tag,
+    Budget, Charge, MemoryError, OutOfMemory, Result, Tag,
     budget::{HookRegistration, Waiting},
 };
 use aquifer_device::{
@@ -78,6 +82,9 @@ const FAULTS: [Call; 15] = [
     Call::CopyToHost,
     Call::HostRegister,
 ];
+
+/// The operations of `pressure`, by their numbers among all.
+const CALM: [u8; 16] = [0, 0, 0, 0, 0, 9, 9, 15, 24, 25, 29, 29, 32, 41, 45, 48];
 
 /// The indices of the budgets.
 const ROOT: usize = 0;
@@ -141,6 +148,10 @@ struct World {
     registration: HookRegistration,
     stager: Option<Stager>,
     with_threads: bool,
+    /// Whether only the operations of `pressure` are performed.
+    calm: bool,
+    /// Whether all idle memory can be reclaimed at once.
+    exact: bool,
     /// Whether a registration of host memory was made to fail. Memory that cannot be freed then
     /// stays charged.
     faulty_host: bool,
@@ -151,20 +162,26 @@ struct World {
 /// Runs the program that `bytes` encodes.
 pub(crate) fn run(bytes: &[u8]) {
     let _alone = alone();
-    let Some((digest, with_threads)) = run_once(bytes) else { return };
+    let (digest, with_threads) = run_once(bytes, false);
     if !with_threads && digest.is_multiple_of(8) {
-        let again = run_once(bytes).map(|(digest, _)| digest);
-        assert_eq!(again, Some(digest), "the same program was answered otherwise");
+        let (again, _) = run_once(bytes, false);
+        assert_eq!(again, digest, "the same program was answered otherwise");
     }
 }
 
-fn run_once(bytes: &[u8]) -> Option<(u64, bool)> {
+/// Runs the program that `bytes` encodes with the operations of `pressure` only.
+pub(crate) fn run_calm(bytes: &[u8]) {
+    let _alone = alone();
+    run_once(bytes, true);
+}
+
+fn run_once(bytes: &[u8], calm: bool) -> (u64, bool) {
     let bytes = &mut Bytes::new(bytes);
-    let mut world = World::open(bytes)?;
+    let mut world = World::new(bytes, calm);
     steps(&mut world, bytes);
     let answers = (world.digest, world.with_threads);
     world.finish();
-    Some(answers)
+    answers
 }
 
 /// Returns the value of an operation, or `None` if it failed with a permitted error.
@@ -190,11 +207,9 @@ fn pick<T>(of: &[T], bytes: &mut Bytes<'_>) -> Option<usize> {
     usize::from(bytes.u8()).checked_rem(of.len())
 }
 
-impl Program for World {
-    const PROCESS: Process = Process::Alone;
-
-    fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
-        let with_threads = bytes.choice(4) == 1;
+impl World {
+    fn new(bytes: &mut Bytes<'_>, calm: bool) -> Self {
+        let with_threads = bytes.choice(4) == 1 && !calm;
         let mut config = SimConfig::h200(2);
         if bytes.choice(4) == 1 {
             config.devices[1] = DeviceConfig::without_virtual_memory();
@@ -203,9 +218,10 @@ impl Program for World {
         let keeps = with_threads || bytes.choice(4) == 1;
         let sim = Sim::new(config).capacity(CAPACITY);
         let sim = if keeps { sim } else { sim.symbolic() };
-        let sim = match bytes.choice(3) {
-            0 => sim,
-            1 => sim.seeded(bytes.u64()),
+        let eager = bytes.choice(3) == 0;
+        let sim = match bytes.choice(2) {
+            _ if eager => sim,
+            0 => sim.seeded(bytes.u64()),
             _ => sim.seeded(bytes.u64()).paced(1 << (2 + bytes.choice(8))),
         };
         let mut limit = |least: u64| (u64::from(bytes.choice(24)) + least) << 21;
@@ -219,10 +235,14 @@ impl Program for World {
         let mut open = |device: u32, budget: usize, tenant: &'static str| {
             let mut config = PoolConfig::with_budget(budgets[budget].clone());
             config.adoption = bytes.pick([Adoption::Never, Adoption::DoneOnly, Adoption::Wait]);
-            // Without threads, the duration of waits must not affect the program.
-            config.wait = if with_threads { Duration::from_micros(300) } else { Duration::ZERO };
+            // Without threads, the duration of waits must not affect a program that is run twice.
+            config.wait = match calm {
+                true => Duration::from_millis(u64::from(bytes.choice(3))),
+                false if with_threads => Duration::from_micros(300),
+                false => Duration::ZERO,
+            };
             config.slack = if bytes.choice(4) == 0 { 6 } else { 17 };
-            config.handle_bytes = bytes.pick([0, 4 << 20]);
+            config.handle_bytes = if calm { 0 } else { bytes.pick([0, 4 << 20]) };
             let pool = DevicePool::open(sim.driver(), DeviceId(device), config).expect(IDLE);
             let streams = (0..2).map(|_| pool.stream().expect(IDLE)).collect();
             let share = tenants.child(tenant, (u64::from(bytes.choice(16)) + 1) << 20);
@@ -244,7 +264,7 @@ impl Program for World {
         let app = Arc::new(App::new(cost, |live: &Live| live.buffer.block().capacity()));
         let registration = budgets[usize::from(bytes.choice(4))].on_need(&app);
         let most = budgets.each_ref().map(Budget::limit);
-        Some(Self {
+        Self {
             sim,
             keeps,
             budgets,
@@ -267,14 +287,24 @@ impl Program for World {
             registration,
             stager,
             with_threads,
+            calm,
+            exact: calm && eager,
             faulty_host: false,
             digest: 0,
-        })
+        }
+    }
+}
+
+impl Program for World {
+    const PROCESS: Process = Process::Alone;
+
+    fn open(bytes: &mut Bytes<'_>) -> Option<Self> {
+        Some(Self::new(bytes, false))
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
         begin_step(&mut self.most, &self.budgets);
-        match bytes.choice(48) {
+        match if self.calm { bytes.pick(CALM) } else { bytes.choice(48) } {
             0..=8 => self.alloc(bytes),
             9..=14 => self.free(bytes),
             15 | 16 => self.touch(bytes),
@@ -402,7 +432,7 @@ impl World {
     fn alloc(&mut self, bytes: &mut Bytes<'_>) {
         let owner = Self::pick_owner(bytes);
         let (stream, size) = (self.pick_stream(owner, bytes), Self::size(bytes));
-        let of_tenant = bytes.choice(4) == 0;
+        let of_tenant = bytes.choice(4) == 0 && !self.calm;
         if self.live.len() >= MOST {
             return;
         }
@@ -413,6 +443,9 @@ impl World {
         let request = Request::bytes(size).align(align);
         let answer =
             if of_tenant { tenant.alloc(&stream, request) } else { pool.alloc(&stream, request) };
+        if let Err(MemoryError::OutOfMemory(refused)) = &answer {
+            self.check_refusal(owner, size, refused);
+        }
         let Some(block) = went(answer) else { return };
         assert!(block.bytes() == size && block.capacity() >= size, "a short block");
         // A new block can be used at once.
@@ -420,6 +453,21 @@ impl World {
         self.placed(block.address());
         let buffer = DeviceBuffer::from_block(block).expect("bytes are as small as elements get");
         self.live.push(Live { buffer, owner, of_tenant, of_thread: false, content: None });
+    }
+
+    /// Checks a refused allocation: with all idle memory released there is no room for it either.
+    fn check_refusal(&self, owner: usize, size: u64, error: &OutOfMemory) {
+        let pool = &self.owners[owner].pool;
+        if !self.exact || !pool.info().virtual_memory {
+            return;
+        }
+        for Owner { pool, .. } in &self.owners {
+            pool.trim(0).expect("no fault is planned");
+        }
+        let whole = size.next_multiple_of(2 * MIB);
+        let left = pool.budget().remaining();
+        let free = CAPACITY - rig::missing(&self.sim, pool.device());
+        assert!(whole > left.min(free), "{left} are left of the budget, and {error}");
     }
 
     fn free(&mut self, bytes: &mut Bytes<'_>) {
@@ -520,6 +568,7 @@ impl World {
     /// Makes one call fail soon, or two, or one repeatedly, or cancels all planned faults.
     fn fail(&mut self, bytes: &mut Bytes<'_>) {
         let how = bytes.choice(8);
+        self.exact = false;
         if how == 7 {
             return self.sim.clear_failures();
         }

@@ -23,7 +23,7 @@ use std::time::Duration;
 /// The device's memory.
 const CAPACITY: u64 = 64 << 20;
 /// Calls that may fail during a program, of those that can be retried.
-const FAULTS: [Call; 13] = [
+const FAULTS: [Call; 15] = [
     Call::AddressReserve,
     Call::HandleCreate,
     Call::Map,
@@ -37,6 +37,8 @@ const FAULTS: [Call; 13] = [
     Call::StreamWaitEvent,
     Call::StreamCreate,
     Call::StreamSynchronize,
+    Call::StreamQuery,
+    Call::EventSynchronize,
 ];
 
 struct Lodged {

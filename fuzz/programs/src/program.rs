@@ -206,8 +206,7 @@ pub fn length(seed: u64) -> usize {
     (40.0 * 800_f64.powf(uniform)) as usize
 }
 
-/// Returns `len` pseudo-random bytes, the same for the same `seed`: the input of a test without a
-/// corpus.
+/// Returns `len` pseudo-random bytes, the same for the same `seed`.
 #[must_use]
 pub fn seeded(seed: u64, len: usize) -> Vec<u8> {
     let mut random = SplitMix64::new(seed);

@@ -2,7 +2,7 @@
 
 use crate::{
     adapters, agree, arena, budget, device, global, graphs, heap, ledger, mixed, park, pinned,
-    placement, plan, pressure, program::run, registered, share, stable, stager,
+    placement, plan, program::run, registered, share, stable, stager,
 };
 
 /// A fuzz program and its name.
@@ -31,7 +31,7 @@ pub const TARGETS: [Target; 21] = [
     Target { name: "pinned", run: run::<pinned::Machine> },
     Target { name: "placement", run: run::<placement::World> },
     Target { name: "plan", run: plan::run },
-    Target { name: "pressure", run: run::<pressure::World> },
+    Target { name: "pressure", run: mixed::run_calm },
     Target { name: "registered", run: run::<registered::Machine> },
     Target { name: "retaining", run: |bytes| device::run_as(bytes, false, true) },
     Target { name: "share", run: run::<share::World> },

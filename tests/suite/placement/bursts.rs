@@ -26,6 +26,8 @@ fn burst(policy: Policy, limits: [u64; DEVICES]) -> [usize; DEVICES] {
     for lease in &all {
         counts[lease.index()] += 1;
     }
+    let room: u64 = limits.iter().sum();
+    assert!(all.len() < room as usize || place(&placer, 1).is_err(), "beyond every limit");
     for (pool, count) in rt.devices().iter().zip(counts) {
         assert_eq!(pool.budget().used(), count as u64 * MIB);
     }

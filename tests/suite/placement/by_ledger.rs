@@ -3,6 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+use crate::itself::{itself, texts};
 use aquifer::{
     Driver, Group, MemoryError, PlaceError, PlacementRequest, Policy, Request, Runtime,
     placement::{Candidate, DeviceSource, LedgerDevices, RejectReason},
@@ -119,12 +120,11 @@ fn places_under_caps() {
 #[test]
 fn what_is_held_of_a_device_stays_below_the_cap_of_the_process() {
     let under = |limits: &str| {
-        let output = process::Command::new(env::current_exe().unwrap())
-            .args(["--exact", "placement::by_ledger::places_under_caps", "--ignored"])
+        let output = itself("placement::by_ledger::places_under_caps")
             .env("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", limits)
             .output()
             .unwrap();
-        (output.status.success(), String::from_utf8_lossy(&output.stdout).into_owned())
+        (output.status.success(), texts(&output).concat())
     };
     let (passed, told) = under("0=30M,1=1G");
     assert!(passed && told.contains("1 passed"), "{told}");

@@ -9,17 +9,12 @@ use aquifer_core::{
     error::{Remedy, RequiredLimits},
 };
 use aquifer_device::{Adoption, Direct, Opaque, Request, Reserved, StreamOrdered};
-use aquifer_driver::{
-    Call,
-    sim::{DeviceConfig, Sim, SimConfig},
-};
+use aquifer_driver::{Call, sim::Sim};
 use aquifer_stream::Stream;
 use std::time::Duration;
 
 fn plain() -> Sim {
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    Sim::new(config).symbolic()
+    crate::support::plain().symbolic()
 }
 
 fn mapping() -> Sim {
@@ -176,10 +171,10 @@ fn stable_memory_beside_a_live_block_in_each_handle_needs_neighbours_freed_or_a_
         "{error}"
     );
     follow(limits(&error.remedy()), &[&rig.budget, &above]);
-    drop(rig.pool.alloc_stable(&u, Request::bytes(1000)).unwrap());
+    drop(rig.stable(&u, 1000));
     rig.budget.set_limit(256 * MIB);
     drop(live.pop());
-    drop(rig.pool.alloc_stable(&u, Request::bytes(1000)).unwrap());
+    drop(rig.stable(&u, 1000));
     rig.assert_silent();
 }
 
@@ -207,7 +202,7 @@ fn a_request_larger_than_the_device_is_refused_and_trims_no_cache() {
                 config.budget = Some(Budget::new("device 0", budget));
             });
             let s = rig.stream();
-            drop(rig.pool.alloc(&s, Request::bytes(30 * MIB)).unwrap());
+            drop(rig.alloc(&s, 30 * MIB));
             let error = refused(take(&rig, &s, 1 << 40));
             let capacity = rig.pool.info().memory;
             assert_eq!(
@@ -217,7 +212,7 @@ fn a_request_larger_than_the_device_is_refused_and_trims_no_cache() {
             );
             let last = format!("ask for less at a time: device 0 has {} in all", Bytes(capacity));
             assert!(error.to_string().ends_with(&last), "{error}");
-            assert_eq!(rig.sim.driver().calls().get(Call::HandleRelease), 0);
+            assert_eq!(rig.calls(Call::HandleRelease), 0);
             assert_eq!(rig.pool.stats().cached, 30 * MIB);
         }
     }

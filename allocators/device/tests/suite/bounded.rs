@@ -1,24 +1,11 @@
 //! Tests that repeated rounds reach a steady state: neither memory nor driver calls grow with the
 //! number of rounds.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{MIB, Rig, range};
-use aquifer_device::{Block, Request};
+use crate::support::{MIB, Random, Rig};
+use aquifer_device::Block;
 use aquifer_driver::{Access, Call, sim::Sim};
 use aquifer_stream::Stream;
 use std::{sync::Barrier, thread};
-
-/// A deterministic random number generator.
-struct Random(u64);
-
-impl Random {
-    /// Returns a number from 1 to `most`.
-    fn up_to(&mut self, most: u64) -> u64 {
-        self.0 =
-            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        1 + (self.0 >> 33) % most
-    }
-}
 
 /// Runs rounds on a device that lags `lag` rounds behind the host.
 ///
@@ -28,10 +15,10 @@ fn lagging_rounds(streams: u64, sizes: std::ops::RangeInclusive<u64>, lag: usize
     const ROUNDS: usize = 40;
     let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 100 << 10, |_| ());
     let streams: Vec<Stream> = (0..streams).map(|_| rig.stream()).collect();
-    let mut random = Random(7);
+    let mut random = Random::new(7);
     let most = sizes.end() - sizes.start() + 1;
     // Each round has the same sizes in a different order and on different streams.
-    let sizes: Vec<u64> = (0..24).map(|_| (sizes.start() + random.up_to(most) - 1) * MIB).collect();
+    let sizes: Vec<u64> = (0..24).map(|_| (sizes.start() + random.below(most)) * MIB).collect();
     let pending = || streams.iter().map(|s| rig.sim.pending(s.raw())).collect::<Vec<_>>();
     // Work queued on each stream in each round.
     let mut queued: Vec<Vec<usize>> = Vec::new();
@@ -43,12 +30,8 @@ fn lagging_rounds(streams: u64, sizes: std::ops::RangeInclusive<u64>, lag: usize
                 &streams[(place + round) % streams.len()],
                 &streams[(place + round + 1) % streams.len()],
             );
-            let block = rig.pool.alloc(home, Request::bytes(*bytes)).unwrap();
-            let used = block.prepare(user, Access::Write).unwrap();
-            rig.sim
-                .access(user.raw(), range(&block), Access::Write, Some(block.generation()))
-                .unwrap();
-            used.finish().unwrap();
+            let block = rig.alloc(home, *bytes);
+            rig.uses(user, &block, Access::Write);
             live.push(block);
         }
         drop(live);
@@ -88,16 +71,16 @@ fn sixteen_threads(limit: u64) -> Vec<Counts> {
     let round = |stream: &Stream, random: &mut Random, live: &mut Vec<Block>| {
         for _ in 0..OPERATIONS / THREADS {
             if live.len() == 16 {
-                live.swap_remove(random.up_to(16) as usize - 1);
+                live.swap_remove(random.below(16) as usize);
             }
-            live.push(rig.pool.alloc(stream, Request::bytes(random.up_to(MIB))).unwrap());
+            live.push(rig.alloc(stream, 1 + random.below(MIB)));
         }
     };
     let counted: Vec<_> = thread::scope(|scope| {
         for number in 0..THREADS {
             let (stream, together, round) = (rig.stream(), &together, &round);
             scope.spawn(move || {
-                let (mut random, mut live) = (Random(number), Vec::new());
+                let (mut random, mut live) = (Random::new(number), Vec::new());
                 for _ in 0..ROUNDS {
                     together.wait();
                     round(&stream, &mut random, &mut live);
@@ -109,7 +92,7 @@ fn sixteen_threads(limit: u64) -> Vec<Counts> {
             together.wait();
             together.wait();
             let stats = rig.pool.stats();
-            let mapped = rig.sim.driver().calls().get(Call::Map);
+            let mapped = rig.calls(Call::Map);
             Counts { moved: stats.moves, mapped }
         });
         rounds.collect()

@@ -2,7 +2,7 @@
 //! it.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{MIB, PATIENCE, Rig};
+use crate::support::{MIB, PATIENCE, Rig, assert_silent};
 use aquifer_core::{Budget, Tag};
 use aquifer_device::{Adoption, Block, DevicePool, Offer, PoolConfig, Reclaim, Request};
 use aquifer_driver::{Call, DeviceId, sim::Sim};
@@ -50,7 +50,7 @@ impl Reclaim for Witness {
 fn all_rounds_of_a_request_have_one_deadline() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 8, |config| config.wait = PATIENCE);
     let s = rig.stream();
-    let live = rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap();
+    let live = rig.alloc(&s, 8 * MIB);
     let witness = Arc::new(Witness::default());
     *witness.mover.lock().unwrap() = Some(rig.pool.clone());
     let _registration = rig.budget.on_need(&witness);
@@ -65,53 +65,42 @@ fn all_rounds_of_a_request_have_one_deadline() {
     drop(live);
 }
 
-/// Asserts that each request is refused, first by `limit` and then by the pool, with one deadline
-/// for both.
-fn assert_one_deadline_each(limit: &Budget, witness: &Witness, requests: &[&dyn Fn() -> bool]) {
-    for is_refused in requests {
-        limit.set_limit(MIB);
-        witness.deadlines.lock().unwrap().clear();
-        assert!(is_refused());
-        let (calls, deadlines) = witness.seen();
-        assert!(calls >= 2 && deadlines == 1, "{calls} calls, {deadlines} deadlines");
-    }
-}
-
 #[test]
 fn a_limit_and_the_pool_share_the_deadline_of_a_request() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 8, |config| config.wait = PATIENCE);
     let s = rig.stream();
-    let live = rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap();
-    let tag = Tag::named("with one deadline");
-    let limit = rig.pool.limit_tag(tag, MIB);
-    let witness = Arc::new(Witness::default());
-    // The tag's budget refuses until its reclaimer is called, then the pool's does.
-    let raise = Arc::new(Raise(limit.clone(), witness.clone()));
-    let _registrations = (limit.on_need(&raise), rig.budget.on_need(&witness));
-    let kinds: [&dyn Fn() -> bool; 3] = [
-        &|| rig.pool.alloc(&s, Request::bytes(2 * MIB).tag(tag)).is_err(),
-        &|| rig.pool.alloc_stable(&s, Request::bytes(2 * MIB).tag(tag)).is_err(),
-        &|| rig.pool.parkable(tag).unwrap().alloc(&s, Request::bytes(2 * MIB)).is_err(),
+    let live = rig.take(&s, 8);
+    let (tag, more) = (Tag::named("with one deadline"), Request::bytes(2 * MIB));
+    let (of_tag, of_tenant) = (rig.pool.limit_tag(tag, MIB), Budget::new("a tenant", MIB));
+    let tenant = rig.pool.for_tenant(&of_tenant).unwrap();
+    type Refused<'a> = &'a dyn Fn() -> bool;
+    let kinds: [(&Budget, &[Refused<'_>]); 2] = [
+        (
+            &of_tag,
+            &[
+                &|| rig.pool.alloc(&s, more.tag(tag)).is_err(),
+                &|| rig.pool.alloc_stable(&s, more.tag(tag)).is_err(),
+                &|| rig.pool.parkable(tag).unwrap().alloc(&s, more).is_err(),
+            ],
+        ),
+        (
+            &of_tenant,
+            &[&|| tenant.alloc(&s, more).is_err(), &|| tenant.alloc_stable(&s, more).is_err()],
+        ),
     ];
-    assert_one_deadline_each(&limit, &witness, &kinds);
-    drop(live);
-}
-
-#[test]
-fn a_tenants_limit_and_the_pool_share_the_deadline_of_a_request() {
-    let rig = Rig::on(Sim::h200(1).symbolic(), 8, |config| config.wait = PATIENCE);
-    let s = rig.stream();
-    let live = rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap();
-    let limit = Budget::new("a tenant", MIB);
-    let tenant = rig.pool.for_tenant(&limit).unwrap();
-    let witness = Arc::new(Witness::default());
-    let raise = Arc::new(Raise(limit.clone(), witness.clone()));
-    let _registrations = (limit.on_need(&raise), rig.budget.on_need(&witness));
-    let kinds: [&dyn Fn() -> bool; 2] =
-        [&|| tenant.alloc(&s, Request::bytes(2 * MIB)).is_err(), &|| {
-            tenant.alloc_stable(&s, Request::bytes(2 * MIB)).is_err()
-        }];
-    assert_one_deadline_each(&limit, &witness, &kinds);
+    for (limit, requests) in kinds {
+        let witness = Arc::new(Witness::default());
+        // The limit refuses until its reclaimer is called, then the pool's budget does.
+        let raise = Arc::new(Raise(limit.clone(), witness.clone()));
+        let _registrations = (limit.on_need(&raise), rig.budget.on_need(&witness));
+        for is_refused in requests {
+            limit.set_limit(MIB);
+            witness.deadlines.lock().unwrap().clear();
+            assert!(is_refused());
+            let (calls, deadlines) = witness.seen();
+            assert!(calls >= 2 && deadlines == 1, "{calls} calls, {deadlines} deadlines");
+        }
+    }
     drop(live);
 }
 
@@ -136,13 +125,13 @@ impl Reclaim for Raise {
 fn leave_without_proof(rig: &Rig) {
     let of_thread = || {
         let own = rig.pool.streams().thread_default().unwrap();
-        rig.pool.alloc(&own, Request::bytes(2 * MIB)).unwrap()
+        rig.alloc(&own, 2 * MIB)
     };
     drop::<Block>(thread::scope(|scope| scope.spawn(of_thread).join().unwrap()));
 }
 
 fn syncs(rig: &Rig) -> u64 {
-    rig.sim.driver().calls().get(Call::DeviceSynchronize)
+    rig.calls(Call::DeviceSynchronize)
 }
 
 #[test]
@@ -193,7 +182,7 @@ fn a_pool_in_bypass_mode_waits_for_the_device_for_others_only_before_the_deadlin
         let answer = ours.alloc(&ours.stream().unwrap(), Request::bytes(12 * MIB));
         assert_eq!(answer.is_ok(), served, "{answer:?}");
         assert_eq!(sim.driver().calls().get(Call::MemFree), u64::from(served));
-        assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+        assert_silent(&sim);
     }
 }
 

@@ -6,7 +6,8 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{MIB, Rig, range, read};
+use crate::itself::{itself, texts};
+use crate::support::{MIB, Rig, assert_returned, assert_silent, range, read};
 use aquifer_adapters::Limit;
 use aquifer_core::{Action, Budget, MemoryError, Recorder, Tag, event::RingSink};
 use aquifer_device::{
@@ -15,12 +16,10 @@ use aquifer_device::{
 };
 use aquifer_driver::{
     Access, Call, CallCounts, DeviceId, DeviceRange,
-    sim::{DeviceConfig, OnViolation, Sim, SimConfig, SimKernel, ViolationKind},
+    sim::{OnViolation, Sim, SimKernel, ViolationKind},
 };
 use aquifer_stream::{Stream, StreamLifetime};
 use std::{
-    env,
-    process::Command,
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -69,7 +68,7 @@ fn a_byte_written_right_before_or_right_behind_a_block_is_found_with_its_offset_
         let rig = rig(Sim::h200(1), 64, only(|d| d.canaries = true));
         let s = rig.stream();
         let tag = Tag::named("debugged");
-        let _first = rig.pool.alloc(&s, Request::bytes(77)).unwrap();
+        let _first = rig.alloc(&s, 77);
         let line = line!() + 1;
         let block = rig.pool.alloc(&s, Request::bytes(bytes).tag(tag)).unwrap();
         let address = block.address();
@@ -78,7 +77,7 @@ fn a_byte_written_right_before_or_right_behind_a_block_is_found_with_its_offset_
         rig.pool.free(block);
         assert!(rig.pool.findings().is_empty(), "a free looks at nothing");
         // The next allocation reads its guards.
-        drop(rig.pool.alloc(&s, Request::bytes(1)).unwrap());
+        drop(rig.alloc(&s, 1));
         let finding = one(rig.pool.findings());
         match finding.fault {
             Fault::Underrun { offset: at, found } => assert_eq!((at, found), (offset, 7)),
@@ -178,7 +177,7 @@ fn unwritten_and_freed_memory_reads_as_poison() {
 fn the_stack_of_a_plain_drop_is_reported_if_stacks_are_enabled() {
     let rig = rig(Sim::h200(1), 64, only(|d| (d.canaries, d.backtraces) = (true, true)));
     let s = rig.stream();
-    let block = rig.pool.alloc(&s, Request::bytes(1000)).unwrap();
+    let block = rig.alloc(&s, 1000);
     write(&rig.sim, &s, block.address() + 1000, 2);
     drop(block);
     rig.pool.trim(0).unwrap();
@@ -208,14 +207,10 @@ fn under_pressure_the_pool_waits_for_other_streams_and_a_refusal_reports_pending
         });
         let (s, u) = (rig.stream(), rig.stream());
         for _ in 0..4 {
-            let block = rig.pool.alloc(&s, Request::bytes(10 * MIB)).unwrap();
-            let used = block.prepare(&u, Access::Write).unwrap();
-            rig.sim
-                .access(u.raw(), range(&block), Access::Write, Some(block.generation()))
-                .unwrap();
-            used.finish().unwrap();
+            let block = rig.alloc(&s, 10 * MIB);
+            rig.uses(&u, &block, Access::Write);
         }
-        let block = rig.pool.alloc(&s, Request::bytes(10 * MIB)).unwrap();
+        let block = rig.alloc(&s, 10 * MIB);
         let open = block.prepare(&u, Access::Write).unwrap();
         drop(block);
         match rig.pool.alloc(&s, Request::bytes(10 * MIB)) {
@@ -226,7 +221,7 @@ fn under_pressure_the_pool_waits_for_other_streams_and_a_refusal_reports_pending
             other => panic!("{other:?}"),
         }
         drop(open);
-        drop(rig.pool.alloc(&s, Request::bytes(10 * MIB)).unwrap());
+        drop(rig.alloc(&s, 10 * MIB));
         assert!(rig.pool.findings().is_empty(), "{:?}", rig.pool.findings());
         rig.assert_silent();
     }
@@ -248,88 +243,19 @@ fn a_tenants_limit_is_not_charged_for_freed_blocks_whose_guards_were_not_read() 
 }
 
 #[test]
-fn a_block_is_filled_only_after_the_uses_of_other_streams() {
-    for debug in [Debugging::all(), only(|d| d.poison = true)] {
-        let rig = rig(Sim::stepped(Sim::h200(1)), 64, debug);
-        let (s, u) = (rig.stream(), rig.stream());
-        let mut a = rig.bytes(&s, MIB);
-        let mut b = rig.bytes(&u, MIB);
-        s.fill(&mut a, 3).unwrap();
-        u.copy(&a, &mut b).unwrap();
-        let waits = rig.sim.driver().calls().get(Call::StreamSynchronize);
-        drop(a);
-        assert_eq!(
-            rig.sim.driver().calls().get(Call::StreamSynchronize),
-            waits,
-            "a free never blocks"
-        );
-        drop(rig.bytes(&s, MIB));
-        assert!(read(&u, &b).iter().all(|&byte| byte == 3), "the copy has seen poison");
-        u.synchronize().unwrap();
-        drop(rig.bytes(&s, MIB));
-        assert!(rig.pool.check().unwrap().is_empty());
-        rig.assert_silent();
-    }
-}
-
-#[test]
-fn an_open_use_keeps_the_block_from_being_filled_looked_at_and_reused() {
-    let rig = rig(Sim::h200(1), 64, Debugging::all());
-    let (s, u) = (rig.stream(), rig.stream());
-    let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
-    let (whole, generation) = (range(&block), block.generation());
-    let used = block.prepare(&u, Access::Write).unwrap();
-    drop(block);
-    rig.pool.trim(0).unwrap();
-    let kernel = SimKernel::new("late, and told")
-        .writes(whole, Some(generation))
-        .run(|m| m.write(0).fill(8));
-    rig.sim.launch(u.raw(), kernel).unwrap();
-    used.finish().unwrap();
-    rig.pool.trim(0).unwrap();
-    assert_eq!(rig.pool.stats().physical, 0);
-    assert!(rig.pool.findings().is_empty(), "{:?}", rig.pool.findings());
-    rig.assert_silent();
-}
-
-#[test]
 fn blocks_with_open_uses_outlive_the_pool_and_return_with_them() {
     let rig = rig(Sim::h200(1), 64, Debugging::all());
     let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
     let (s, u) = (rig.stream(), rig.stream());
-    let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
-    let kept = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+    let block = rig.alloc(&s, MIB);
+    let kept = rig.alloc(&s, MIB);
     block.record_use(&u, Access::Read).unwrap();
     drop(block);
     drop(rig);
     assert!(budget.used() > 0);
     drop(kept);
     drop((s, u));
-    assert_eq!(budget.used(), 0);
-    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
-    assert!(sim.violations().is_empty());
-}
-
-#[test]
-fn a_stream_that_was_retired_gets_no_work_from_a_later_free() {
-    let rig = rig(Sim::h200(1), 64, Debugging::all());
-    let driver = rig.sim.driver();
-    let raw = driver.stream_create(DeviceId(0), 0).unwrap();
-    #[expect(unsafe_code, reason = "adopts a stream and destroys it")]
-    {
-        // SAFETY: 1. a stream of this device. 2. it is retired before it is destroyed.
-        let adopted = unsafe { rig.pool.streams().adopt(raw, StreamLifetime::Retired) }.unwrap();
-        let block = rig.pool.alloc(&adopted, Request::bytes(1000)).unwrap();
-        write(&rig.sim, &adopted, block.address() + 1000, 1);
-        adopted.retire().unwrap();
-        // SAFETY: 1. it was retired.
-        unsafe { driver.stream_destroy(raw) }.unwrap();
-        drop(block);
-    }
-    rig.pool.trim(0).unwrap();
-    assert!(matches!(one(rig.pool.findings()).fault, Fault::Overrun { offset: 1000, .. }));
-    assert_eq!(rig.budget.used(), 0);
-    assert_violations(&rig, ViolationKind::OutsideBlock);
+    assert_returned(&sim, &budget);
 }
 
 #[test]
@@ -341,7 +267,7 @@ fn a_stream_whose_handle_may_be_gone_gets_no_work_but_the_event_of_the_free() {
     let adopted = {
         // SAFETY: 1. a stream of this device. 2. it is destroyed while no call is in progress.
         let adopted = unsafe { rig.pool.streams().adopt(raw, StreamLifetime::Fenced) }.unwrap();
-        let block = rig.pool.alloc(&adopted, Request::bytes(1000)).unwrap();
+        let block = rig.alloc(&adopted, 1000);
         adopted.synchronize().unwrap();
         let before = driver.calls().made();
         assert!(rig.pool.check().unwrap().is_empty());
@@ -384,8 +310,7 @@ fn a_block_that_cannot_be_read_back_is_retried_once_and_then_released() {
     assert_eq!(finding.block.number, 1);
     rig.sim.clear_failures();
     drop((next, s));
-    rig.pool.trim(0).unwrap();
-    assert_eq!((rig.pool.stats().pending, rig.pool.stats().physical), (0, 0));
+    rig.assert_empty();
     assert_eq!(rig.pool.findings().len(), 1);
     close(rig);
 }
@@ -403,7 +328,7 @@ fn live_blocks_are_reported_by_line_largest_first_and_again_when_the_pool_closes
     let alloc =
         |bytes, tag| rig.pool.alloc(&s, Request::bytes(bytes).tag(Tag::named(tag))).unwrap();
     let small = [alloc(100, "one"), alloc(300, "two"), alloc(200, "two")];
-    let large = rig.pool.alloc(&s, Request::bytes(5000)).unwrap();
+    let large = rig.alloc(&s, 5000);
     drop(alloc(1 << 20, "freed"));
     let leaks = rig.pool.leaks().unwrap();
     assert_eq!((leaks.bytes(), leaks.blocks(), leaks.groups().len()), (5600, 4, 2));
@@ -438,7 +363,7 @@ fn a_finding_is_listed_recorded_and_passed_to_the_hook_whose_panic_is_caught() {
         config.debug = only(|d| d.canaries = true).on_finding(|_| panic!("a hook of the user's"));
     });
     let s = rig.stream();
-    let block = rig.pool.alloc(&s, Request::bytes(1000)).unwrap();
+    let block = rig.alloc(&s, 1000);
     let address = block.address();
     write(&rig.sim, &s, address + 1000, 1);
     drop(block);
@@ -505,22 +430,14 @@ fn bypass_allows_poison_and_leaks_and_refuses_guards_that_blind_the_memory_check
     drop(pool.alloc(&s, Request::bytes(16 * MIB)).unwrap());
     pool.trim(0).unwrap();
     assert_eq!((pool.stats().physical, pool.budget().used()), (0, 0));
-    assert!(sim.violations().is_empty());
+    assert_silent(&sim);
 }
 
 /// Runs one of the ignored tests below in a separate process and returns its output.
 fn child(name: &str, value: &str) -> (String, String) {
-    let mut command = Command::new(env::current_exe().unwrap());
-    command.args([
-        "--exact",
-        &format!("debugging::{name}"),
-        "--ignored",
-        "--nocapture",
-        "--test-threads=1",
-    ]);
-    let output = command.env("AQUIFER_DEBUG", value).output().unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    let (told, errors) = (text(&output.stdout), text(&output.stderr));
+    let output = itself(&format!("debugging::{name}")).env("AQUIFER_DEBUG", value).output();
+    let output = output.unwrap();
+    let [told, errors] = texts(&output);
     assert!(output.status.success() && told.contains("1 passed"), "{told}{errors}");
     (told, errors)
 }
@@ -571,79 +488,12 @@ fn an_invalid_list_of_modes_is_an_error_of_open() {
 
 // ---- no bytes are lost
 
-/// Runs correct code on two streams with all debugging modes on.
-fn program(rig: &Rig, seed: u64, rounds: u32) {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut random = move |below: u64| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state % below
-    };
-    let streams = [rig.stream(), rig.stream(), rig.stream()];
-    let mut live: Vec<(DeviceBuffer<u8>, usize)> = Vec::new();
-    let mut open = Vec::new();
-    for _ in 0..rounds {
-        match random(10) {
-            0..=4 => {
-                let home = random(3) as usize;
-                if let Ok(mut x) = rig.pool.buffer(&streams[home], 1 + random(300_000) as usize) {
-                    let _ = streams[home].fill(&mut x, 1);
-                    live.push((x, home));
-                }
-            }
-            5 | 6 if !live.is_empty() => {
-                let at = random(live.len() as u64) as usize;
-                drop(live.swap_remove(at));
-            }
-            7 if !live.is_empty() => {
-                let (x, _) = &live[random(live.len() as u64) as usize];
-                let on = &streams[random(3) as usize];
-                if let Ok(used) = x.block().prepare(on, Access::Read) {
-                    let whole = range(x.block());
-                    rig.sim
-                        .access(on.raw(), whole, Access::Read, Some(x.block().generation()))
-                        .unwrap();
-                    if random(2) == 0 { open.push(used) } else { drop(used) }
-                }
-            }
-            8 if !open.is_empty() => drop(open.swap_remove(random(open.len() as u64) as usize)),
-            9 => {
-                let _ = rig.pool.check();
-            }
-            _ => {
-                let _ = streams[random(3) as usize].synchronize();
-            }
-        }
-        let stats = rig.pool.stats();
-        assert_eq!(stats.requested, live.iter().map(|(x, _)| x.len() as u64).sum::<u64>());
-        assert_eq!(stats.blocks, live.len() as u64);
-        assert_eq!(stats.physical, rig.budget.used());
-        assert!(stats.live + stats.pending + stats.cached <= stats.physical, "{stats:?}");
-    }
-    rig.sim.clear_failures();
-    drop(open);
-    for (x, home) in live {
-        let bytes = read(&streams[home], &x);
-        assert!(bytes.iter().all(|&byte| byte == 1 || byte == POISON_ALLOCATED), "{:?}", x.block());
-    }
-    streams.iter().for_each(|s| s.synchronize().unwrap());
-    rig.pool.trim(0).unwrap();
-    let stats = rig.pool.stats();
-    assert_eq!(
-        (stats.live, stats.pending, stats.cached, stats.physical),
-        (0, 0, 0, 0),
-        "{stats:?}"
-    );
-    assert_eq!(rig.budget.used(), 0);
-}
-
 fn close(rig: Rig) {
     rig.assert_silent();
     let Rig { sim, pool, .. } = rig;
     drop(pool);
     assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
-    assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+    assert_silent(&sim);
 }
 
 fn everything() -> Debugging {
@@ -651,59 +501,12 @@ fn everything() -> Debugging {
 }
 
 #[test]
-fn correct_code_gives_no_finding_and_every_count_holds_with_everything_on() {
-    for seed in 0..40 {
-        let mut config = SimConfig::h200(1);
-        if seed % 3 == 0 {
-            config.devices = vec![DeviceConfig::without_virtual_memory()];
-        }
-        let sim = Sim::new(config).seeded(seed);
-        let rig = rig(sim, [6, 16, 64][seed as usize % 3], everything());
-        program(&rig, seed, 150);
-        assert!(rig.pool.findings().is_empty(), "seed {seed}: {}", rig.pool.findings()[0]);
-        close(rig);
-    }
-}
-
-#[test]
-fn a_driver_call_that_fails_loses_no_byte_and_leaves_nothing_behind() {
-    let calls = [
-        Call::Fill,
-        Call::CopyToHost,
-        Call::StreamSynchronize,
-        Call::EventCreate,
-        Call::EventRecord,
-        Call::EventQuery,
-        Call::EventSynchronize,
-        Call::StreamWaitEvent,
-        Call::HandleCreate,
-        Call::Map,
-        Call::SetAccess,
-        Call::Unmap,
-    ];
-    for call in calls {
-        for every in [1, 2, 3, 7, 20] {
-            let rig = rig(Sim::h200(1).seeded(every), 16, everything());
-            rig.sim.fail_every(call, every, 2);
-            program(&rig, every, 120);
-            for finding in rig.pool.findings() {
-                assert!(
-                    matches!(finding.fault, Fault::Unchecked { .. }),
-                    "{call:?} every {every}: {finding}"
-                );
-            }
-            close(rig);
-        }
-    }
-}
-
-#[test]
 fn a_lost_device_loses_the_blocks_and_nothing_else() {
     let rig = rig(Sim::h200(1), 64, everything());
     let s = rig.stream();
-    let kept = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+    let kept = rig.alloc(&s, MIB);
     for _ in 0..4 {
-        drop(rig.pool.alloc(&s, Request::bytes(100_000)).unwrap());
+        drop(rig.alloc(&s, 100_000));
     }
     rig.sim.lose_device(DeviceId(0));
     drop(kept);

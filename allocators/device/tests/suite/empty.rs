@@ -84,7 +84,7 @@ fn the_raw_address_of_an_empty_block_is_zero_and_may_be_shared_and_freed() {
     let rig = Rig::new(8);
     let s = rig.stream();
     assert_eq!(rig.pool.alloc_raw(&s, Request::bytes(0)), Ok(0));
-    assert_eq!(rig.pool.alloc(&s, Request::bytes(0)).unwrap().into_raw(), 0);
+    assert_eq!(rig.alloc(&s, 0).into_raw(), 0);
     rig.pool.share_raw(0).unwrap().record_use(&s, Access::Write).unwrap();
     assert_eq!(rig.pool.from_raw(0).unwrap().bytes(), 0);
     for _ in 0..3 {

@@ -2,13 +2,10 @@
 //! served as any large size is. Arithmetic never overflows.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-use crate::support::{MIB, Rig};
+use crate::support::{MIB, Rig, assert_silent, plain};
 use aquifer_core::{Budget, MemoryError, Tag};
 use aquifer_device::{DeviceArena, DevicePages, DevicePool, PoolConfig, Request};
-use aquifer_driver::{
-    DeviceId,
-    sim::{DeviceConfig, Sim, SimConfig},
-};
+use aquifer_driver::{DeviceId, sim::Sim};
 use aquifer_stream::Grid;
 
 /// Sizes near the ends of what 64 bits hold.
@@ -46,9 +43,7 @@ fn handles_larger_than_the_device_are_refused_when_the_pool_is_opened() {
             "{handle_bytes}: {refused}"
         );
         // Without virtual memory there are no handles.
-        let mut plain = SimConfig::h200(1);
-        plain.devices = vec![DeviceConfig::without_virtual_memory()];
-        DevicePool::open(Sim::new(plain).symbolic().driver(), DeviceId(0), config).unwrap();
+        DevicePool::open(plain().symbolic().driver(), DeviceId(0), config).unwrap();
     }
 }
 
@@ -75,7 +70,7 @@ fn a_device_with_any_amount_of_memory_serves_blocks_or_refuses_them_with_an_erro
         drop((block, stable, reserved));
         pool.trim(0).unwrap();
         assert_eq!(pool.stats().physical, 0);
-        assert!(sim.violations().is_empty());
+        assert_silent(&sim);
     }
 }
 

@@ -21,12 +21,12 @@ fn a_stream_released_and_adopted_again_is_waited_for_again() {
     let s = rig.stream();
     let (foreign, alive) = foreign(&rig.sim);
     for _ in 0..4 {
-        let block = rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap();
+        let block = rig.alloc(&s, 6 * MIB);
         block.order(foreign, Some(alive.clone()), Access::Write).unwrap();
         rig.sim.access(foreign, range(&block), Access::Write, Some(block.generation())).unwrap();
         drop(block);
         // This waits for the foreign stream on the device. Afterwards no block records that stream.
-        drop(rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap());
+        drop(rig.alloc(&s, 6 * MIB));
     }
     assert_eq!(rig.pool.stats().host_waits, 0);
     rig.assert_silent();
@@ -39,16 +39,14 @@ fn memory_freed_by_a_retired_stream_is_pending_only_while_another_stream_uses_it
     // SAFETY: 1. a stream of this device. 2. it is never destroyed.
     let foreign =
         unsafe { rig.pool.streams().adopt(foreign(&rig.sim).0, StreamLifetime::Retired) }.unwrap();
-    let block = rig.pool.alloc(&foreign, Request::bytes(6 * MIB)).unwrap();
-    let used = block.prepare(&u, Access::Write).unwrap();
-    rig.sim.access(u.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
-    used.finish().unwrap();
+    let block = rig.alloc(&foreign, 6 * MIB);
+    rig.uses(&u, &block, Access::Write);
     drop(block);
     foreign.retire().unwrap();
     // No other stream can make the retired stream wait, which does not fail the caller.
     let refused = rig.pool.alloc(&s, Request::bytes(6 * MIB)).map(drop);
     assert!(matches!(refused, Err(MemoryError::OutOfMemory(_))), "{refused:?}");
     rig.sim.run_all();
-    rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap();
+    rig.alloc(&s, 6 * MIB);
     rig.assert_silent();
 }

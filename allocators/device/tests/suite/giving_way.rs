@@ -2,7 +2,7 @@
 //! that every byte is accounted for whatever fails meanwhile.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
-use crate::support::{MIB, PATIENCE};
+use crate::support::{MIB, PATIENCE, assert_returned, assert_silent};
 use aquifer_core::{Budget, MemoryError, OutOfMemory, Tag};
 use aquifer_device::{DevicePool, Opaque, PoolConfig, Request, StreamOrdered};
 use aquifer_driver::{Call, DeviceId, sim::Sim};
@@ -48,10 +48,8 @@ fn refused<T: std::fmt::Debug>(answer: aquifer_core::Result<T>) -> OutOfMemory {
 
 #[track_caller]
 fn assert_clean(sim: &Sim, budget: &Budget) {
-    let violations = sim.violations();
-    assert!(violations.is_empty(), "{}", violations[0]);
-    assert_eq!(budget.used(), 0);
-    assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
+    assert_silent(sim);
+    assert_returned(sim, budget);
 }
 
 #[test]
@@ -170,7 +168,7 @@ fn a_request_with_time_waits_for_memory_in_use_by_another_pool() {
         let answer = take(&ours, 12);
         assert_eq!(answer.is_ok(), served, "{answer:?}");
         drop(answer);
-        assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+        assert_silent(&sim);
     }
 }
 
@@ -323,7 +321,7 @@ fn memory_for_a_foreign_library_is_returned_to_the_driver() {
     assert_eq!(room.missing, 0, "{room:?}");
     assert_eq!(sim.driver().memory_info(DeviceId(0)).unwrap().free, before + 32 * MIB);
     assert_eq!(ours.give_back(1, None).missing, 1, "nothing is left");
-    assert!(sim.violations().is_empty());
+    assert_silent(&sim);
 }
 
 /// Two pools under a budget that is too small, with threads on both that allocate and free: every

@@ -3,23 +3,12 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 #![allow(unsafe_code, reason = "adopts streams and ends their handles")]
 
-use crate::support::{MIB, Rig, range};
+use crate::support::{MIB, Rig, assert_returned, plain};
 use aquifer_core::{Action, Recorder, event::RingSink};
-use aquifer_device::{Adoption, Block, Request};
-use aquifer_driver::{
-    Access, Call, DeviceId, RawStream,
-    sim::{DeviceConfig, Sim, SimConfig},
-};
+use aquifer_device::{Adoption, Request};
+use aquifer_driver::{Call, DeviceId, RawStream, sim::Sim};
 use aquifer_stream::{Stream, StreamLifetime, StreamOptions};
 use std::{sync::Arc, thread, time::Duration};
-
-fn take(rig: &Rig, stream: &Stream, mib: u64) -> Block {
-    rig.pool.alloc(stream, Request::bytes(mib * MIB)).unwrap()
-}
-
-fn write(rig: &Rig, stream: &Stream, block: &Block) {
-    rig.sim.access(stream.raw(), range(block), Access::Write, Some(block.generation())).unwrap();
-}
 
 fn adopt(rig: &Rig, life: StreamLifetime) -> (Stream, RawStream) {
     let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
@@ -45,32 +34,28 @@ fn memory_of_a_dropped_stream_serves_other_streams_before_the_pool_grows() {
         for adoption in [Adoption::Wait, Adoption::Never] {
             let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |config| config.adoption = adoption);
             let u = rig.stream();
-            let first = take(&rig, &u, 1);
+            let first = rig.take(&u, 1);
             let gone = if retired {
                 let (s, raw) = adopt(&rig, StreamLifetime::Retired);
-                let blocks: Vec<_> = (0..8).map(|_| take(&rig, &s, 4)).collect();
-                blocks.iter().for_each(|block| write(&rig, &s, block));
+                let blocks: Vec<_> = (0..8).map(|_| rig.take(&s, 4)).collect();
+                blocks.iter().for_each(|block| rig.write(&s, block));
                 drop(blocks);
                 s.retire().unwrap();
                 destroy(&rig, raw);
                 32
             } else {
                 let s = rig.stream();
-                let blocks: Vec<_> = (0..8).map(|_| take(&rig, &s, 4)).collect();
+                let blocks: Vec<_> = (0..8).map(|_| rig.take(&s, 4)).collect();
                 drop(s);
                 drop(blocks);
                 32
             };
             let held = rig.pool.stats().physical;
-            let before = rig.sim.driver().calls().get(Call::HandleCreate);
-            let blocks: Vec<_> = (0..gone / 4).map(|_| take(&rig, &u, 4)).collect();
-            assert_eq!(
-                rig.sim.driver().calls().get(Call::HandleCreate),
-                before,
-                "{retired}, {adoption:?}"
-            );
+            let before = rig.calls(Call::HandleCreate);
+            let blocks: Vec<_> = (0..gone / 4).map(|_| rig.take(&u, 4)).collect();
+            assert_eq!(rig.calls(Call::HandleCreate), before, "{retired}, {adoption:?}");
             assert_eq!(rig.pool.stats().physical, held);
-            blocks.iter().for_each(|block| write(&rig, &u, block));
+            blocks.iter().for_each(|block| rig.write(&u, block));
             drop((first, blocks));
             rig.assert_silent();
         }
@@ -81,15 +66,15 @@ fn memory_of_a_dropped_stream_serves_other_streams_before_the_pool_grows() {
 fn blocks_returned_after_their_stream_is_dropped_serve_other_streams() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
     let (u, (s, raw)) = (rig.stream(), adopt(&rig, StreamLifetime::Retired));
-    let blocks: Vec<_> = (0..4).map(|_| take(&rig, &s, 4)).collect();
+    let blocks: Vec<_> = (0..4).map(|_| rig.take(&s, 4)).collect();
     s.retire().unwrap();
     destroy(&rig, raw);
-    let mut live = vec![take(&rig, &u, 4)];
+    let mut live = vec![rig.take(&u, 4)];
     assert_eq!(rig.pool.stats().physical, 20 * MIB);
     drop(blocks);
-    live.extend((0..4).map(|_| take(&rig, &u, 4)));
+    live.extend((0..4).map(|_| rig.take(&u, 4)));
     assert_eq!(rig.pool.stats().physical, 20 * MIB);
-    live.iter().for_each(|block| write(&rig, &u, block));
+    live.iter().for_each(|block| rig.write(&u, block));
     rig.assert_silent();
 }
 
@@ -100,20 +85,20 @@ fn memory_of_a_dropped_stream_is_reused_only_after_its_work() {
             (config.adoption, config.wait) = (adoption, Duration::ZERO);
         });
         let (s, u) = (rig.stream(), rig.stream());
-        let block = take(&rig, &s, 40);
-        write(&rig, &s, &block);
+        let block = rig.take(&s, 40);
+        rig.write(&s, &block);
         drop((block, s));
         match rig.pool.alloc(&u, Request::bytes(60 * MIB)) {
             Ok(block) => {
                 assert_eq!(adoption, Adoption::Wait);
-                write(&rig, &u, &block);
+                rig.write(&u, &block);
                 while rig.sim.step(u.raw()) {}
                 assert!(rig.sim.pending(u.raw()) > 0, "what the stream had queued has not run");
             }
             Err(_) => assert_eq!(adoption, Adoption::DoneOnly),
         }
         rig.sim.run_all();
-        write(&rig, &u, &take(&rig, &u, 60));
+        rig.write(&u, &rig.take(&u, 60));
         rig.assert_silent();
     }
 }
@@ -145,20 +130,15 @@ fn ten_thousand(rig: &Rig, mut live: impl FnMut(u64)) {
 fn ten_thousand_short_lived_streams_leave_no_more_than_a_few() {
     for mapping in [true, false] {
         for life in [StreamLifetime::Retired, StreamLifetime::Fenced] {
-            let mut config = SimConfig::h200(1);
-            config.devices = vec![if mapping {
-                DeviceConfig::h200()
-            } else {
-                DeviceConfig::without_virtual_memory()
-            }];
-            let rig = Rig::on(Sim::new(config).symbolic(), 4096, |_| ());
+            let sim = if mapping { Sim::h200(1) } else { plain() };
+            let rig = Rig::on(sim.symbolic(), 4096, |_| ());
             ten_thousand(&rig, |nth| {
                 let (s, raw) = adopt(&rig, life.clone());
                 let blocks = [1, 2].map(|part| {
                     let bytes = (1 + nth * 7919 % 3000) * 1024 / part;
-                    rig.pool.alloc(&s, Request::bytes(bytes)).unwrap()
+                    rig.alloc(&s, bytes)
                 });
-                blocks.iter().for_each(|block| write(&rig, &s, block));
+                blocks.iter().for_each(|block| rig.write(&s, block));
                 drop(blocks);
                 if matches!(life, StreamLifetime::Retired) {
                     s.retire().unwrap();
@@ -176,8 +156,8 @@ fn ten_thousand_leases_of_changing_kinds_leave_no_more_than_a_few() {
         // At the cap, so that a stream of another kind is evicted.
         let kind = StreamOptions::default().priority(-(nth as i32 % 3));
         let s = rig.pool.streams().lease_as(kind).unwrap();
-        let blocks = [take(&rig, &s, 3), take(&rig, &s, 1)];
-        blocks.iter().for_each(|block| write(&rig, &s, block));
+        let blocks = [rig.take(&s, 3), rig.take(&s, 1)];
+        blocks.iter().for_each(|block| rig.write(&s, block));
     });
 }
 
@@ -188,8 +168,8 @@ fn ended_threads_leave_no_caches_of_their_default_streams() {
         thread::scope(|scope| {
             scope.spawn(|| {
                 let own = rig.pool.streams().thread_default().unwrap();
-                let block = take(&rig, &own, 4);
-                write(&rig, &own, &block);
+                let block = rig.take(&own, 4);
+                rig.write(&own, &block);
             });
         });
     }
@@ -213,8 +193,8 @@ fn threads_create_and_drop_streams_while_others_take_over_their_memory() {
                     for nth in 0..100 {
                         let (s, raw) = adopt(rig, StreamLifetime::Retired);
                         let mut blocks: Vec<_> =
-                            (0..4).map(|n| take(rig, &s, 1 + (id + n) % 4)).collect();
-                        blocks.iter().for_each(|block| write(rig, &s, block));
+                            (0..4).map(|n| rig.take(&s, 1 + (id + n) % 4)).collect();
+                        blocks.iter().for_each(|block| rig.write(&s, block));
                         if nth % 3 == 0 {
                             // Blocks returned long after their stream was dropped.
                             late.extend(blocks.pop());
@@ -239,7 +219,6 @@ fn threads_create_and_drop_streams_while_others_take_over_their_memory() {
         assert_eq!((count(Action::Allocate), count(Action::Free)), (1600, 1600));
         let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
         drop(rig);
-        assert_eq!(budget.used(), 0);
-        assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
+        assert_returned(&sim, &budget);
     }
 }

@@ -46,29 +46,6 @@ fn copies(
 }
 
 #[test]
-fn launches_are_ordered_with_uses_of_the_graphs_blocks_on_any_stream() {
-    for seed in 0..SEEDS {
-        let rig = seeded(seed);
-        let [s, u, v, w] = [0; 4].map(|_| rig.stream());
-        let graphs = rig.pool.graph_pool().unwrap();
-        let (graph, (mut from, to)) = copies(&rig, &graphs, &s);
-        let mut seen = Vec::new();
-        for round in 0..6_u8 {
-            u.fill(&mut from, round).unwrap();
-            graph.launch(if round % 2 == 0 { &v } else { &s }).unwrap();
-            // The copy is still queued when the next launch comes.
-            let mut copy = rig.bytes(&w, LEN as u64);
-            w.copy(&to, &mut copy).unwrap();
-            seen.push(copy);
-        }
-        for (round, copy) in (0..).zip(&seen) {
-            assert!(all(&read(&w, copy), round), "seed {seed}");
-        }
-        rig.assert_silent();
-    }
-}
-
-#[test]
 fn an_eager_use_that_is_queued_when_its_block_is_freed_comes_before_the_next_launch() {
     for seed in 0..SEEDS {
         let rig = seeded(seed);
@@ -134,28 +111,6 @@ fn what_an_earlier_capture_allocated_is_reused_within_the_capture_that_frees_it(
 }
 
 #[test]
-fn graphs_that_share_a_pool_run_one_after_the_other_and_in_order_with_their_blocks() {
-    for seed in 0..SEEDS {
-        let rig = seeded(seed);
-        let [s, u] = [0; 2].map(|_| rig.stream());
-        let graphs = rig.pool.graph_pool().unwrap();
-        let (first, (mut a, b)) = copies(&rig, &graphs, &s);
-        let physical = graphs.stats().physical;
-        let (second, (mut c, d)) = copies(&rig, &graphs, &u);
-        assert_eq!(graphs.stats().physical, physical);
-        for round in 0..4 {
-            s.fill(&mut a, round).unwrap();
-            first.launch(&s).unwrap();
-            // The blocks of the second graph lie where the temporary block of the first one lies.
-            u.fill(&mut c, 100 + round).unwrap();
-            second.launch(&u).unwrap();
-            assert!(all(&read(&u, &d), 100 + round) && all(&read(&s, &b), round), "seed {seed}");
-        }
-        rig.assert_silent();
-    }
-}
-
-#[test]
 fn a_graph_is_launched_while_its_stream_captures_the_next_one() {
     for seed in 0..SEEDS {
         let rig = seeded(seed);
@@ -183,108 +138,6 @@ fn a_graph_is_launched_while_its_stream_captures_the_next_one() {
         assert!(all(&read(&v, &x), 9) && all(&read(&v, &b), 3), "seed {seed}");
         rig.assert_silent();
     }
-}
-
-#[test]
-fn a_capture_that_forks_and_joins_uses_blocks_of_both_streams_in_order() {
-    for seed in 0..SEEDS {
-        let rig = seeded(seed);
-        let [s, u, v] = [0; 3].map(|_| rig.stream());
-        let graphs = rig.pool.graph_pool().unwrap();
-        // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
-        let made = unsafe {
-            graphs.capture(&s, |s| {
-                let mut a = rig.pool.buffer::<u8>(s, LEN)?;
-                s.fill(&mut a, 4)?;
-                u.wait_for(s)?;
-                let mut b = rig.pool.buffer::<u8>(&u, LEN)?;
-                u.copy(&a, &mut b)?;
-                // `a` is used on `u`. The next allocation on `s` lies elsewhere, otherwise the
-                // branches would race.
-                drop(a);
-                let mut c = rig.pool.buffer::<u8>(s, LEN)?;
-                s.fill(&mut c, 1)?;
-                // The user declares nothing here: a copy on `s` from a block of `u`.
-                s.copy(&b, &mut c)?;
-                drop(b);
-                Ok(c)
-            })
-        };
-        let (graph, c) = made.unwrap();
-        for on in [&v, &u, &s] {
-            graph.launch(on).unwrap();
-        }
-        assert!(all(&read(&v, &c), 4), "seed {seed}");
-        rig.assert_silent();
-    }
-}
-
-#[test]
-fn other_streams_and_eager_work_of_the_captured_one_are_never_written_by_a_launch() {
-    for seed in 0..SEEDS {
-        let rig = seeded(seed);
-        let [s, u] = [0; 2].map(|_| rig.stream());
-        let graphs = rig.pool.graph_pool().unwrap();
-        let (graph, (mut from, to)) = copies(&rig, &graphs, &s);
-        s.fill(&mut from, 1).unwrap();
-        let mut kept = Vec::new();
-        for round in 2..30_u8 {
-            graph.launch(if round % 3 == 0 { &u } else { &s }).unwrap();
-            let on = if round % 2 == 0 { &s } else { &u };
-            let mut x = rig.bytes(on, u64::from(round) << 14);
-            on.fill(&mut x, round).unwrap();
-            kept.push((round, x));
-            if round % 4 == 0 {
-                kept.swap_remove(usize::from(round) % kept.len());
-            }
-            if round % 7 == 0 {
-                rig.pool.trim(0).unwrap();
-            }
-        }
-        for (round, x) in &kept {
-            assert!(read(&u, x).iter().all(|byte| byte == round), "seed {seed}");
-        }
-        assert!(all(&read(&u, &to), 1));
-        rig.assert_silent();
-    }
-}
-
-#[test]
-fn queued_launches_keep_the_memory_of_a_graph_that_is_gone() {
-    let rig = Rig::stepped(64);
-    let [s, u, v] = [0; 3].map(|_| rig.stream());
-    let graphs = rig.pool.graph_pool().unwrap();
-    let (graph, blocks) = copies(&rig, &graphs, &s);
-    graph.launch(&u).unwrap();
-    graph.launch(&v).unwrap();
-    let calls = rig.sim.driver().calls().get(aquifer_driver::Call::Unmap);
-    drop((graph, blocks, graphs));
-    rig.pool.trim(0).unwrap();
-    assert_eq!(
-        rig.sim.driver().calls().get(aquifer_driver::Call::Unmap),
-        calls,
-        "launches are queued"
-    );
-    assert_eq!(rig.pool.stats().pending, 2 * MIB);
-    v.synchronize().unwrap();
-    u.synchronize().unwrap();
-    rig.pool.trim(0).unwrap();
-    assert_eq!(rig.pool.stats().physical, 0);
-    rig.assert_silent();
-}
-
-#[test]
-fn dropping_a_graph_during_another_capture_breaks_nothing() {
-    let rig = Rig::new(64);
-    let (s, u) = (rig.stream(), rig.stream());
-    let graphs = rig.pool.graph_pool().unwrap();
-    let (graph, blocks) = copies(&rig, &graphs, &s);
-    u.driver().capture_begin(u.raw(), CaptureMode::Global).unwrap();
-    drop((graph, blocks));
-    let made = u.driver().capture_end(u.raw()).unwrap();
-    // SAFETY: 1. known only here.
-    unsafe { u.driver().graph_destroy(made) }.unwrap();
-    rig.assert_silent();
 }
 
 #[test]

@@ -5,14 +5,10 @@
 
 use crate::support::{self, MIB, Rig};
 use aquifer_core::MemoryError;
-use aquifer_device::{Block, DeviceBuffer, DevicePool, Graph, GraphPool, PoolConfig, Request};
+use aquifer_device::{DeviceBuffer, DevicePool, Graph, GraphPool, PoolConfig, Request};
 use aquifer_driver::{Access, Call, CaptureMode, DeviceId, sim::Sim};
 use aquifer_stream::Stream;
 use std::time::Duration;
-
-fn alloc(rig: &Rig, s: &Stream, bytes: u64) -> Block {
-    rig.pool.alloc(s, Request::bytes(bytes)).unwrap()
-}
 
 fn kinds() -> [Rig; 2] {
     [Rig::new(256), Rig::on(Sim::h200(1), 256, |config| config.bypass = true)]
@@ -42,15 +38,15 @@ fn an_announcement_of_all_work_serves_captured_and_other_work_of_its_streams_alo
         let (s, u) = (rig.stream(), rig.stream());
         let graphs = rig.pool.graph_pool().unwrap();
         let blocks = served(&graphs, &s, || {
-            let eager = alloc(&rig, &s, MIB);
+            let eager = rig.alloc(&s, MIB);
             assert_eq!(graphs.stats().blocks, 1);
-            let other = alloc(&rig, &u, MIB);
+            let other = rig.alloc(&u, MIB);
             assert_eq!(graphs.stats().blocks, 1, "a stream that is not announced");
-            let in_capture = captured(&s, || alloc(&rig, &s, MIB));
+            let in_capture = captured(&s, || rig.alloc(&s, MIB));
             assert_eq!(graphs.stats().blocks, 2);
             [eager, other, in_capture]
         });
-        let after = alloc(&rig, &s, MIB);
+        let after = rig.alloc(&s, MIB);
         assert_eq!(graphs.stats().blocks, 2, "the announcement has ended");
         let live: Vec<u64> = graphs.live_blocks().iter().map(|(at, _)| at.address).collect();
         let mut expected = [blocks[0].address(), blocks[2].address()];
@@ -79,7 +75,7 @@ fn a_stream_reuses_its_own_eager_memory_before_its_work_is_done_and_a_capture_do
         assert_eq!(write(), first);
     });
     // The work has not run, and captured work may run on any stream.
-    let elsewhere = served(&graphs, &s, || captured(&s, || alloc(&rig, &s, MIB).address()));
+    let elsewhere = served(&graphs, &s, || captured(&s, || rig.alloc(&s, MIB).address()));
     assert_ne!(elsewhere, first);
     rig.sim.run_all();
     s.synchronize().unwrap();
@@ -126,7 +122,7 @@ fn an_address_that_is_in_use_or_not_the_pools_is_refused_and_nothing_changes() {
     for rig in kinds() {
         let (s, u) = (rig.stream(), rig.stream());
         let graphs = rig.pool.graph_pool().unwrap();
-        let (live, freed) = served(&graphs, &s, || (alloc(&rig, &s, MIB), alloc(&rig, &s, MIB)));
+        let (live, freed) = served(&graphs, &s, || (rig.alloc(&s, MIB), rig.alloc(&s, MIB)));
         let (at, free) = (live.address(), freed.address());
         drop(freed);
         let before = graphs.stats();
@@ -164,7 +160,7 @@ fn a_block_at_an_address_is_ordered_behind_the_work_that_used_it_last() {
         s.fill(&mut buffer, 1).unwrap();
         buffer.block().address()
     });
-    let waits = || rig.sim.driver().calls().get(Call::StreamWaitEvent);
+    let waits = || rig.calls(Call::StreamWaitEvent);
     let before = waits();
     let block = graphs.alloc_at(&u, Request::bytes(MIB), address).unwrap();
     assert_eq!(waits(), before + 1);
@@ -195,13 +191,13 @@ fn a_shortage_takes_the_free_handles_that_no_captured_work_has_used_and_no_other
     let rig = Rig::new(16);
     let (s, u) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
-    served(&graphs, &s, || drop(alloc(&rig, &s, 12 * MIB)));
+    served(&graphs, &s, || drop(rig.alloc(&s, 12 * MIB)));
     assert_eq!(graphs.stats().physical, 12 * MIB);
     let (graph, out) = filling(&rig, &graphs, &s, 3 * MIB, 7);
     let scratch = filling(&rig, &graphs, &s, MIB, 5).1.block().address();
     assert_eq!(graphs.stats().physical, 12 * MIB, "captures use the memory that is free");
     // Two handles are the graph's, and the others go.
-    let ordinary = alloc(&rig, &u, 12 * MIB);
+    let ordinary = rig.alloc(&u, 12 * MIB);
     assert_eq!((graphs.stats().physical, graphs.stats().live), (4 * MIB, 3 * MIB));
     assert!(rig.pool.alloc(&u, Request::bytes(MIB)).is_err());
     drop(ordinary);
@@ -211,13 +207,11 @@ fn a_shortage_takes_the_free_handles_that_no_captured_work_has_used_and_no_other
     drop(out);
     rig.pool.trim(0).unwrap();
     assert_eq!(graphs.stats().physical, 4 * MIB);
-    let again = served(&graphs, &s, || alloc(&rig, &s, MIB));
+    let again = served(&graphs, &s, || rig.alloc(&s, MIB));
     assert!(graphs.stats().physical == 4 * MIB && again.address() <= scratch);
     drop((again, graph, graphs));
     s.synchronize().unwrap();
-    rig.pool.trim(0).unwrap();
-    assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
-    rig.assert_silent();
+    rig.assert_empty();
 }
 
 #[test]
@@ -225,10 +219,10 @@ fn free_memory_of_graphs_makes_room_for_new_memory_of_the_caches_without_a_limit
     let rig = Rig::new(1024);
     let (s, u) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
-    served(&graphs, &s, || drop(alloc(&rig, &s, 12 * MIB)));
-    let first = alloc(&rig, &u, 8 * MIB);
+    served(&graphs, &s, || drop(rig.alloc(&s, 12 * MIB)));
+    let first = rig.alloc(&u, 8 * MIB);
     assert_eq!((graphs.stats().physical, rig.pool.stats().physical), (4 * MIB, 12 * MIB));
-    let second = alloc(&rig, &u, 8 * MIB);
+    let second = rig.alloc(&u, 8 * MIB);
     let stats = rig.pool.stats();
     assert_eq!(
         (graphs.stats().physical, stats.physical, stats.peak_physical),
@@ -244,7 +238,7 @@ fn a_captured_block_takes_the_free_range_that_it_fills_and_else_the_lowest() {
     let s = rig.stream();
     let graphs = rig.pool.graph_pool().unwrap();
     let [long, wall, short, _end] = served(&graphs, &s, || {
-        captured(&s, || [8 * MIB, MIB, 3 * MIB, MIB].map(|bytes| alloc(&rig, &s, bytes)))
+        captured(&s, || [8 * MIB, MIB, 3 * MIB, MIB].map(|bytes| rig.alloc(&s, bytes)))
     });
     let (lowest, filled) = (long.address(), short.address());
     let physical = graphs.stats().physical;
@@ -253,11 +247,11 @@ fn a_captured_block_takes_the_free_range_that_it_fills_and_else_the_lowest() {
     s.synchronize().unwrap();
     served(&graphs, &s, || {
         captured(&s, || {
-            let first = alloc(&rig, &s, 512);
+            let first = rig.alloc(&s, 512);
             drop(long);
-            let block = alloc(&rig, &s, 3 * MIB - 512);
+            let block = rig.alloc(&s, 3 * MIB - 512);
             assert_eq!((first.address(), block.address()), (filled, filled + 512));
-            let small = alloc(&rig, &s, 512);
+            let small = rig.alloc(&s, 512);
             assert_eq!((small.address(), graphs.stats().physical), (lowest, physical));
         });
     });
@@ -275,7 +269,7 @@ fn free_memory_of_graphs_whose_work_still_runs_is_waited_for_on_shortage() {
         let mut buffer = rig.bytes(&s, 12 * MIB);
         s.fill(&mut buffer, 1).unwrap();
     });
-    assert!(alloc(&rig, &u, 12 * MIB).bytes() == 12 * MIB);
+    assert!(rig.alloc(&u, 12 * MIB).bytes() == 12 * MIB);
     assert_eq!(graphs.stats().physical, 0);
     rig.assert_silent();
 }
@@ -291,7 +285,7 @@ fn a_reclaim_by_another_pool_takes_the_free_memory_of_graphs() {
     .unwrap();
     let (s, u) = (rig.stream(), other.stream().unwrap());
     let graphs = rig.pool.graph_pool().unwrap();
-    served(&graphs, &s, || drop(alloc(&rig, &s, 12 * MIB)));
+    served(&graphs, &s, || drop(rig.alloc(&s, 12 * MIB)));
     assert!(other.alloc(&u, Request::bytes(12 * MIB)).is_ok());
     assert_eq!(graphs.stats().physical, 0);
     rig.assert_silent();
@@ -302,14 +296,14 @@ fn memory_that_is_live_at_a_capture_or_retained_stays_with_its_pool() {
     let rig = Rig::new(16);
     let (s, u) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
-    let input = served(&graphs, &s, || alloc(&rig, &s, 4 * MIB));
+    let input = served(&graphs, &s, || rig.alloc(&s, 4 * MIB));
     let (_graph, out) = filling(&rig, &graphs, &s, 4 * MIB, 7);
-    served(&graphs, &s, || drop(alloc(&rig, &s, 4 * MIB)));
+    served(&graphs, &s, || drop(rig.alloc(&s, 4 * MIB)));
     drop((input, out));
     rig.pool.trim(0).unwrap();
     assert_eq!(graphs.stats().physical, 8 * MIB);
     graphs.retain_free();
-    served(&graphs, &s, || drop(alloc(&rig, &s, 12 * MIB)));
+    served(&graphs, &s, || drop(rig.alloc(&s, 12 * MIB)));
     rig.pool.trim(0).unwrap();
     assert_eq!(graphs.stats().physical, 12 * MIB);
     assert!(rig.pool.alloc(&u, Request::bytes(6 * MIB)).is_err());
@@ -321,7 +315,7 @@ fn an_address_whose_memory_was_given_back_gets_new_memory_or_nothing_changes() {
     let rig = Rig::new(16);
     let (s, u) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
-    let at = served(&graphs, &s, || alloc(&rig, &s, 8 * MIB).address());
+    let at = served(&graphs, &s, || rig.alloc(&s, 8 * MIB).address());
     let place = |address, bytes| graphs.alloc_at(&s, Request::bytes(bytes), address);
     rig.pool.trim(0).unwrap();
     assert_eq!(graphs.stats().physical, 0);
@@ -331,7 +325,7 @@ fn an_address_whose_memory_was_given_back_gets_new_memory_or_nothing_changes() {
     let before = (graphs.stats(), rig.budget.used());
     assert_eq!(place(at, 8 * MIB).unwrap_err(), MemoryError::Busy { address: at });
     assert_eq!((graphs.stats(), rig.budget.used()), before);
-    let ordinary = alloc(&rig, &u, 10 * MIB);
+    let ordinary = rig.alloc(&u, 10 * MIB);
     drop(first);
     let before = (graphs.stats(), rig.budget.used());
     assert!(matches!(place(at, 8 * MIB), Err(MemoryError::OutOfMemory(_))));

@@ -3,9 +3,9 @@
 #![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{MIB, PATIENCE, Rig};
+use crate::support::{MIB, PATIENCE, Rig, assert_returned};
 use aquifer_core::{MemoryError, Tag};
-use aquifer_device::{Announced, Block, DeviceBuffer, Request};
+use aquifer_device::{Announced, DeviceBuffer, Request};
 use aquifer_driver::{Access, Call, CaptureMode, DeviceId, RawGraph, sim::Sim};
 use aquifer_stream::{Stream, StreamLifetime};
 use std::{
@@ -27,10 +27,6 @@ fn end(s: &Stream) -> RawGraph {
     s.driver().capture_end(s.raw()).unwrap()
 }
 
-fn alloc(rig: &Rig, s: &Stream, bytes: u64) -> Block {
-    rig.pool.alloc(s, Request::bytes(bytes)).unwrap()
-}
-
 /// Returns pools beside whose caches, and beside whose bypass, graphs have memory.
 fn kinds() -> [Rig; 2] {
     [Rig::new(256), Rig::on(Sim::h200(1), 256, |config| config.bypass = true)]
@@ -50,23 +46,23 @@ fn only_streams_of_an_announced_capture_allocate_from_its_memory() {
         let (s, joined, other) = (rig.stream(), rig.stream(), rig.stream());
         let graphs = rig.pool.graph_pool().unwrap();
         let announced = graphs.announce(&s).unwrap();
-        let before = alloc(&rig, &s, MIB);
+        let before = rig.alloc(&s, MIB);
         assert_eq!(graphs.stats().blocks, 0, "it does not capture yet");
         begin(&s, CaptureMode::Global);
-        let a = alloc(&rig, &s, MIB);
+        let a = rig.alloc(&s, MIB);
         assert_eq!(graphs.stats().blocks, 1);
-        let elsewhere = alloc(&rig, &other, MIB);
-        let apart = alloc(&rig, &joined, MIB);
+        let elsewhere = rig.alloc(&other, MIB);
+        let apart = rig.alloc(&joined, MIB);
         assert_eq!(graphs.stats().blocks, 1, "others are served as before");
         joined.wait_for(&s).unwrap();
-        let b = alloc(&rig, &joined, MIB);
+        let b = rig.alloc(&joined, MIB);
         assert_eq!(graphs.stats().blocks, 2, "one that has joined draws as well");
         s.wait_for(&joined).unwrap();
         let stats = rig.pool.stats();
         assert_eq!((stats.graphs, stats.requested), (graphs.stats().physical, 5 * MIB));
         assert!(graphs.stats().physical >= 2 * MIB && rig.budget.used() == stats.physical);
         drop(captured(&rig, &s, announced));
-        let after = alloc(&rig, &s, MIB);
+        let after = rig.alloc(&s, MIB);
         assert_eq!(graphs.stats().blocks, 2, "and after the capture nobody does");
         drop((before, a, elsewhere, apart, b, after));
         rig.assert_silent();
@@ -81,7 +77,7 @@ fn a_stream_that_joins_may_be_the_first_to_allocate() {
     let announced = graphs.announce(&s).unwrap();
     begin(&s, CaptureMode::Global);
     joined.wait_for(&s).unwrap();
-    let block = alloc(&rig, &joined, MIB);
+    let block = rig.alloc(&joined, MIB);
     assert_eq!(graphs.stats().blocks, 1);
     s.wait_for(&joined).unwrap();
     drop(captured(&rig, &s, announced));
@@ -102,13 +98,13 @@ fn captures_are_announced_by_a_filter_over_handles_and_blocks_go_by_address() {
             stream == raw
         })
         .unwrap();
-    drop(alloc(&rig, &u, 4096));
+    drop(rig.alloc(&u, 4096));
     assert_eq!(asked.load(Ordering::Relaxed), 0, "nobody captures");
     begin(&s, CaptureMode::Global);
     begin(&u, CaptureMode::Global);
-    let address = alloc(&rig, &s, 4096).into_raw();
+    let address = rig.alloc(&s, 4096).into_raw();
     assert_eq!(graphs.stats().blocks, 1);
-    let other = alloc(&rig, &u, 4096);
+    let other = rig.alloc(&u, 4096);
     assert_eq!(graphs.stats().blocks, 1, "a capture that was not announced");
     rig.pool.share_raw(address).unwrap();
     rig.pool.free_raw(address).unwrap();
@@ -127,20 +123,20 @@ fn of_nested_announcements_the_newest_applies_until_it_ends() {
     let (outer, inner) = (rig.pool.graph_pool().unwrap(), rig.pool.graph_pool().unwrap());
     let blocks = || (outer.stats().blocks, inner.stats().blocks);
     let around = outer.announce_all_where(|_| true).unwrap();
-    let mut held = vec![alloc(&rig, &s, 4096)];
+    let mut held = vec![rig.alloc(&s, 4096)];
     assert_eq!(blocks(), (1, 0));
     let within = inner.announce_all_where(|_| true).unwrap();
-    held.push(alloc(&rig, &s, 4096));
+    held.push(rig.alloc(&s, 4096));
     assert_eq!(blocks(), (1, 1), "eager work");
     begin(&s, CaptureMode::Global);
-    held.push(alloc(&rig, &s, 4096));
+    held.push(rig.alloc(&s, 4096));
     assert_eq!(blocks(), (1, 2), "captured work");
     drop(within);
     // The capture goes on, and so does the announcement around it.
-    held.push(alloc(&rig, &s, 4096));
+    held.push(rig.alloc(&s, 4096));
     assert_eq!(blocks(), (2, 2));
     drop(captured(&rig, &s, around));
-    held.push(alloc(&rig, &s, 4096));
+    held.push(rig.alloc(&s, 4096));
     assert_eq!(blocks(), (2, 2), "no announcement is open");
     drop(held);
     rig.assert_silent();
@@ -154,17 +150,17 @@ fn a_stream_alone_reuses_what_it_freed_in_its_capture() {
         let announced = graphs.announce(&s).unwrap();
         begin(&s, CaptureMode::Global);
         u.wait_for(&s).unwrap();
-        let a = alloc(&rig, &s, MIB);
+        let a = rig.alloc(&s, MIB);
         let at = a.address();
         drop(a);
-        let theirs = alloc(&rig, &u, MIB);
+        let theirs = rig.alloc(&u, MIB);
         assert_ne!(theirs.address(), at, "captured work of `s` is not ordered with that of `u`");
-        let again = alloc(&rig, &s, MIB);
+        let again = rig.alloc(&s, MIB);
         assert_eq!(again.address(), at, "its own work is in order");
         s.wait_for(&u).unwrap();
         drop(captured(&rig, &s, announced));
         drop((again, theirs));
-        let eager = alloc(&rig, &s, MIB);
+        let eager = rig.alloc(&s, MIB);
         assert_ne!(eager.address(), at, "launches write there");
         rig.assert_silent();
     }
@@ -177,7 +173,7 @@ fn a_block_used_by_another_captured_stream_is_pending_until_the_capture_ends() {
     let graphs = rig.pool.graph_pool().unwrap();
     let announced = graphs.announce(&s).unwrap();
     begin(&s, CaptureMode::Global);
-    let a = alloc(&rig, &s, MIB);
+    let a = rig.alloc(&s, MIB);
     let at = a.address();
     u.wait_for(&s).unwrap();
     a.record_use(&u, Access::Read).unwrap();
@@ -185,14 +181,14 @@ fn a_block_used_by_another_captured_stream_is_pending_until_the_capture_ends() {
     drop(a);
     assert_eq!(rig.sim.driver().calls().made(), calls, "a free makes no call");
     assert_eq!((graphs.stats().pending, rig.pool.stats().pending), (MIB, MIB));
-    let b = alloc(&rig, &s, MIB);
+    let b = rig.alloc(&s, MIB);
     assert_ne!(b.address(), at);
     s.wait_for(&u).unwrap();
     drop(captured(&rig, &s, announced));
     assert_eq!(graphs.stats().pending, 0, "the end settles it");
     let announced = graphs.announce(&u).unwrap();
     begin(&u, CaptureMode::Global);
-    let c = alloc(&rig, &u, MIB);
+    let c = rig.alloc(&u, MIB);
     assert_eq!(c.address(), at, "a capture that shares the pool draws from it");
     drop(captured(&rig, &u, announced));
     drop((b, c));
@@ -204,7 +200,7 @@ fn an_outside_block_freed_within_a_capture_is_collected_after_it() {
     let rig = Rig::stepped(64);
     let (s, u) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
-    let outside = alloc(&rig, &u, MIB);
+    let outside = rig.alloc(&u, MIB);
     let at = outside.address();
     let announced = graphs.announce(&s).unwrap();
     begin(&s, CaptureMode::Global);
@@ -212,12 +208,11 @@ fn an_outside_block_freed_within_a_capture_is_collected_after_it() {
     drop(outside);
     rig.pool.trim(0).unwrap();
     assert_eq!(rig.pool.stats().pending, MIB, "no event can say when `s` is done");
-    assert_ne!(alloc(&rig, &u, MIB).address(), at);
+    assert_ne!(rig.alloc(&u, MIB).address(), at);
     let graph = end(&s);
     drop(announced.end());
     s.synchronize().unwrap();
-    rig.pool.trim(0).unwrap();
-    assert_eq!((rig.pool.stats().pending, rig.pool.stats().physical), (0, 0));
+    rig.assert_empty();
     // SAFETY: 1. known only here.
     unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
     rig.assert_silent();
@@ -231,17 +226,15 @@ fn an_eager_stream_that_is_fenced_at_each_free_goes_on_after_its_capture() {
     // SAFETY: 1. made just now. 2. never destroyed.
     let s = unsafe { rig.pool.streams().adopt(raw, StreamLifetime::Fenced) }.unwrap();
     let graphs = rig.pool.graph_pool().unwrap();
-    let outside = alloc(&rig, &s, MIB);
+    let outside = rig.alloc(&s, MIB);
     let announced = graphs.announce(&s).unwrap();
     begin(&s, CaptureMode::Global);
-    let inside = alloc(&rig, &s, MIB);
+    let inside = rig.alloc(&s, MIB);
     drop((outside, inside));
     drop(captured(&rig, &s, announced));
-    drop(alloc(&rig, &s, MIB));
+    drop(rig.alloc(&s, MIB));
     drop((graphs, own));
-    rig.pool.trim(0).unwrap();
-    assert_eq!(rig.pool.stats().physical, 0, "the next event covers what could not be fenced");
-    rig.assert_silent();
+    rig.assert_empty();
 }
 
 #[test]
@@ -255,7 +248,7 @@ fn captures_that_share_a_pool_take_no_more_than_the_largest_and_serve_no_other_s
             let on = if round % 2 == 0 { &s } else { &u };
             let announced = graphs.announce(on).unwrap();
             begin(on, CaptureMode::Global);
-            let blocks: Vec<_> = (0..4).map(|_| alloc(&rig, on, 3 * MIB)).collect();
+            let blocks: Vec<_> = (0..4).map(|_| rig.alloc(on, 3 * MIB)).collect();
             drop(blocks);
             kept.push(captured(&rig, on, announced));
             if round == 0 {
@@ -286,7 +279,7 @@ fn memory_is_released_after_handles_graphs_blocks_and_the_last_launch() {
     let graphs = rig.pool.graph_pool().unwrap();
     let announced = graphs.announce(&s).unwrap();
     begin(&s, CaptureMode::Global);
-    let out = alloc(&rig, &s, MIB);
+    let out = rig.alloc(&s, MIB);
     let foreign = captured(&rig, &s, announced);
     let physical = graphs.stats().physical;
     let busy = [&u, &v].map(|stream| {
@@ -319,13 +312,13 @@ fn after_untracked_launches_the_pool_synchronises_the_device_but_never_during_a_
     let graphs = rig.pool.graph_pool().unwrap();
     let announced = graphs.announce(&s).unwrap();
     begin(&s, CaptureMode::Global);
-    drop(alloc(&rig, &s, MIB));
+    drop(rig.alloc(&s, MIB));
     end(&s);
     drop(announced);
     let mut scratch = rig.bytes(&u, 4096);
     u.fill(&mut scratch, 1).unwrap();
     drop(graphs);
-    let syncs = || rig.sim.driver().calls().get(Call::DeviceSynchronize);
+    let syncs = || rig.calls(Call::DeviceSynchronize);
     let other = rig.pool.graph_pool().unwrap();
     let announced = other.announce(&s).unwrap();
     let before = syncs();
@@ -345,7 +338,7 @@ fn memory_kept_by_the_driver_for_a_graph_is_released_when_the_driver_reports_it(
     let graphs = rig.pool.graph_pool().unwrap();
     let announced = graphs.announce(&s).unwrap();
     begin(&s, CaptureMode::Global);
-    drop(alloc(&rig, &s, MIB));
+    drop(rig.alloc(&s, MIB));
     let graph = end(&s);
     announced.end().keep_until_released(graph).unwrap();
     let exec = rig.sim.driver().graph_instantiate(graph).unwrap();
@@ -373,11 +366,11 @@ fn pool_operations_break_no_capture_of_any_mode() {
         for rig in [Rig::new(32), Rig::on(Sim::h200(1), 32, |c| c.bypass = true)] {
             let (s, u) = (rig.stream(), rig.stream());
             let graphs = rig.pool.graph_pool().unwrap();
-            let kept = alloc(&rig, &s, 4096);
+            let kept = rig.alloc(&s, 4096);
             let announced = graphs.announce(&s).unwrap();
             begin(&s, mode);
-            let a = alloc(&rig, &s, 5 * MIB);
-            let elsewhere = alloc(&rig, &u, 5 * MIB);
+            let a = rig.alloc(&s, 5 * MIB);
+            let elsewhere = rig.alloc(&u, 5 * MIB);
             drop((kept, elsewhere));
             rig.pool.trim(0).unwrap();
             let refused = rig.pool.alloc(&s, Request::bytes(1 << 33)).unwrap_err();
@@ -390,36 +383,14 @@ fn pool_operations_break_no_capture_of_any_mode() {
                 matches!(refused, MemoryError::OutOfMemory(_) | MemoryError::OutOfBudget(_)),
                 "{refused}"
             );
-            let b = alloc(&rig, &s, 5 * MIB);
+            let b = rig.alloc(&s, 5 * MIB);
             let address = b.into_raw();
             rig.pool.free_raw(address).unwrap();
-            drop(rig.pool.alloc_stable(&u, Request::bytes(MIB)).unwrap());
+            drop(rig.stable(&u, MIB));
             drop(a);
             drop(captured(&rig, &s, announced));
             rig.assert_silent();
         }
-    }
-}
-
-#[test]
-fn a_growth_that_fails_changes_nothing_and_the_capture_goes_on() {
-    for rig in kinds() {
-        let s = rig.stream();
-        let graphs = rig.pool.graph_pool().unwrap();
-        let announced = graphs.announce(&s).unwrap();
-        begin(&s, CaptureMode::Global);
-        let a = alloc(&rig, &s, MIB);
-        let before = (graphs.stats(), rig.budget.used());
-        rig.sim.fail(Call::Map, 1, 999);
-        let refused = rig.pool.alloc(&s, Request::bytes(9 * MIB)).unwrap_err();
-        assert!(matches!(refused, MemoryError::Driver(e) if e.code == 999), "{refused}");
-        assert_eq!((graphs.stats(), rig.budget.used()), before);
-        let b = alloc(&rig, &s, 9 * MIB);
-        drop(captured(&rig, &s, announced));
-        drop((a, b, graphs));
-        rig.pool.trim(0).unwrap();
-        assert_eq!(rig.budget.used(), 0);
-        rig.assert_silent();
     }
 }
 
@@ -466,19 +437,19 @@ fn one_thread_ends_an_announcement_that_another_has_made() {
 fn after_the_last_announcement_the_fast_path_serves_again() {
     let rig = Rig::on(Sim::h200(1), 64, |_| ());
     let (s, u) = (rig.stream(), rig.stream());
-    drop(alloc(&rig, &s, 4096));
-    let asked = || rig.sim.driver().calls().get(Call::CaptureStatus);
+    drop(rig.alloc(&s, 4096));
+    let asked = || rig.calls(Call::CaptureStatus);
     let graphs = rig.pool.graph_pool().unwrap();
     let (one, two) = (graphs.announce(&s).unwrap(), graphs.announce(&u).unwrap());
-    drop(alloc(&rig, &s, 4096));
+    drop(rig.alloc(&s, 4096));
     let before = asked();
     assert!(before > 0);
     drop(one);
-    drop(alloc(&rig, &s, 4096));
+    drop(rig.alloc(&s, 4096));
     assert!(asked() > before, "one is open");
     drop(two);
     let before = asked();
-    drop(alloc(&rig, &s, 4096));
+    drop(rig.alloc(&s, 4096));
     assert_eq!(asked(), before);
 }
 
@@ -523,10 +494,8 @@ fn a_closed_pool_leaves_nothing_after_its_last_graph() {
     graph.launch(&s).unwrap();
     drop(graph);
     drop(x);
-    assert_eq!(budget.used(), 0);
     drop(s);
-    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
-    assert!(sim.violations().is_empty());
+    assert_returned(&sim, &budget);
 }
 
 #[test]

@@ -6,7 +6,6 @@ use crate::{
     counting::{asked, uncounted},
     support::{MIB, Rig},
 };
-use aquifer_device::Request;
 use aquifer_driver::{Access, Call, sim::Sim};
 use aquifer_stream::Stream;
 
@@ -17,7 +16,7 @@ fn a_steady_state_of_blocks_shared_by_streams_allocates_nothing_on_the_host() {
     sim.oracle(false);
     let rig = Rig::on(sim, 64, |_| ());
     let (s, u) = (rig.stream(), rig.stream());
-    let alloc = || rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
+    let alloc = || rig.alloc(&s, 4096);
     let alone = asked(|| drop(alloc()));
     // The blocks are kept until the end of the round and are returned together.
     let used = asked(|| {
@@ -48,7 +47,7 @@ fn pool() -> (Rig, [Stream; 2]) {
 fn a_steady_state_search_for_memory_allocates_nothing_on_the_host() {
     let (rig, streams) = pool();
     // Freed blocks alternate with live ones, so no memory between them can be returned.
-    let block = |n: usize| rig.pool.alloc(&streams[n % 2], Request::bytes(64 << 10)).unwrap();
+    let block = |n: usize| rig.alloc(&streams[n % 2], 64 << 10);
     let mut blocks: Vec<_> = (0..900).map(block).collect();
     let mut n = 0;
     blocks.retain(|_| {
@@ -66,7 +65,7 @@ fn a_steady_state_search_for_memory_allocates_nothing_on_the_host() {
 #[test]
 fn a_steady_state_release_of_memory_allocates_nothing_on_the_host() {
     let (rig, [s, u]) = pool();
-    drop([&s, &u, &s].map(|on| rig.pool.alloc(on, Request::bytes(4 * MIB)).unwrap()));
+    drop([&s, &u, &s].map(|on| rig.alloc(on, 4 * MIB)));
     [&s, &u].iter().for_each(|stream| stream.synchronize().unwrap());
     // Count up to the driver's call and after it. The call itself is not counted.
     rig.sim.fail_every(Call::Unmap, 1, 999);
@@ -82,7 +81,7 @@ fn a_steady_state_slow_path_allocates_nothing_on_the_host() {
     // All the memory that the limit allows: each stream has to take over what the other one freed.
     let taken = asked(|| {
         for stream in &streams {
-            let block = rig.pool.alloc(stream, Request::bytes(64 * MIB)).unwrap();
+            let block = rig.alloc(stream, 64 * MIB);
             uncounted(|| {
                 drop(block);
                 stream.synchronize().unwrap();

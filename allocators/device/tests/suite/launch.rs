@@ -33,14 +33,14 @@ fn add(rig: &Rig, on: &Stream, from: &Block, to: &Block) {
 fn a_launch_is_ordered_with_every_block_and_each_stream_is_waited_for_once() {
     let rig = Rig::stepped(64);
     let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());
-    let blocks: Vec<_> = (0..6).map(|_| rig.pool.alloc(&s, Request::bytes(MIB)).unwrap()).collect();
-    let other = rig.pool.alloc(&v, Request::bytes(MIB)).unwrap();
+    let blocks: Vec<_> = (0..6).map(|_| rig.alloc(&s, MIB)).collect();
+    let other = rig.alloc(&v, MIB);
     for block in blocks.iter().chain([&other]) {
         rig.sim
             .access(block.home().raw(), range(block), Access::Write, Some(block.generation()))
             .unwrap();
     }
-    let made = |call| rig.sim.driver().calls().get(call);
+    let made = |call| rig.calls(call);
     let mut launch = Launch::on(&u).writes(&other);
     for block in &blocks {
         launch = launch.reads(block);
@@ -56,7 +56,7 @@ fn a_launch_is_ordered_with_every_block_and_each_stream_is_waited_for_once() {
     assert_eq!(made(Call::EventRecord), 2, "stamping asks nothing of the driver");
     drop((blocks, other));
     for (home, bytes) in [(&s, 6 * MIB), (&v, MIB)] {
-        drop(rig.pool.alloc(home, Request::bytes(bytes)).unwrap());
+        drop(rig.alloc(home, bytes));
     }
     rig.assert_silent();
 }
@@ -65,11 +65,8 @@ fn a_launch_is_ordered_with_every_block_and_each_stream_is_waited_for_once() {
 fn without_the_launch_the_same_kernel_is_reported() {
     let rig = Rig::stepped(64);
     let (s, u) = (rig.stream(), rig.stream());
-    let (a, b) = (
-        rig.pool.alloc(&s, Request::bytes(MIB)).unwrap(),
-        rig.pool.alloc(&u, Request::bytes(MIB)).unwrap(),
-    );
-    rig.sim.access(s.raw(), range(&a), Access::Write, Some(a.generation())).unwrap();
+    let (a, b) = (rig.alloc(&s, MIB), rig.alloc(&u, MIB));
+    rig.write(&s, &a);
     add(&rig, &u, &a, &b);
     assert!(
         matches!(
@@ -85,8 +82,7 @@ fn without_the_launch_the_same_kernel_is_reported() {
 fn a_busy_block_refuses_the_whole_launch_wherever_it_stands() {
     let rig = Rig::new(64);
     let (s, u) = (rig.stream(), rig.stream());
-    let blocks: Vec<_> =
-        (0..10).map(|_| rig.pool.alloc(&s, Request::bytes(MIB)).unwrap()).collect();
+    let blocks: Vec<_> = (0..10).map(|_| rig.alloc(&s, MIB)).collect();
     for busy in &blocks {
         let held = busy.prepare(&s, Access::Write).unwrap();
         let before = rig.sim.driver().calls().made();
@@ -114,10 +110,7 @@ fn a_busy_block_refuses_the_whole_launch_wherever_it_stands() {
 fn a_wait_that_fails_refuses_the_whole_launch() {
     let rig = Rig::stepped(64);
     let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());
-    let (a, b) = (
-        rig.pool.alloc(&s, Request::bytes(MIB)).unwrap(),
-        rig.pool.alloc(&v, Request::bytes(MIB)).unwrap(),
-    );
+    let (a, b) = (rig.alloc(&s, MIB), rig.alloc(&v, MIB));
     for call in [Call::EventCreate, Call::EventRecord, Call::StreamWaitEvent] {
         for nth in 1..=2 {
             rig.sim.clear_failures();
@@ -159,7 +152,7 @@ fn a_block_of_another_device_refuses_the_whole_launch() {
 fn a_block_listed_twice_is_one_with_both_kinds_of_access() {
     let rig = Rig::new(64);
     let (s, u) = (rig.stream(), rig.stream());
-    let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+    let block = rig.alloc(&s, MIB);
     let read = Launch::on(&u).reads(&block).reads(&block).preflight().unwrap();
     let other = block.prepare(&s, Access::Read).unwrap();
     drop((read, other));
@@ -204,15 +197,12 @@ fn a_strict_launch_refuses_bytes_listed_twice_and_takes_parts_that_do_not_overla
 fn a_launch_that_is_dropped_ends_as_if_its_work_were_queued() {
     let rig = Rig::stepped(8);
     let (s, u) = (rig.stream(), rig.stream());
-    let (a, b) = (
-        rig.pool.alloc(&s, Request::bytes(3 * MIB)).unwrap(),
-        rig.pool.alloc(&s, Request::bytes(3 * MIB)).unwrap(),
-    );
+    let (a, b) = (rig.alloc(&s, 3 * MIB), rig.alloc(&s, 3 * MIB));
     let ready = Launch::on(&u).reads(&a).writes(&b).preflight().unwrap();
     add(&rig, &u, &a, &b);
     drop(ready);
     drop((a, b));
-    drop(rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap());
+    drop(rig.alloc(&s, 6 * MIB));
     rig.assert_silent();
 }
 
@@ -220,7 +210,7 @@ fn a_launch_that_is_dropped_ends_as_if_its_work_were_queued() {
 fn a_forgotten_launch_keeps_its_blocks_for_good_and_never_races() {
     let rig = Rig::on(Sim::h200(1), 8, |config| config.wait = Duration::ZERO);
     let (s, u) = (rig.stream(), rig.stream());
-    let block = rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap();
+    let block = rig.alloc(&s, 6 * MIB);
     let _forgotten = ManuallyDrop::new(Launch::on(&u).updates(&block).preflight().unwrap());
     drop(block);
     let refused = rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap_err();
@@ -236,21 +226,20 @@ fn a_launch_on_a_stream_that_is_fenced_at_once_records_one_event() {
     let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. a stream of this driver. 2. never destroyed.
     let fenced = unsafe { rig.pool.streams().adopt(raw, StreamLifetime::Fenced) }.unwrap();
-    let blocks: Vec<_> =
-        (0..10).map(|_| rig.pool.alloc(&s, Request::bytes(MIB)).unwrap()).collect();
+    let blocks: Vec<_> = (0..10).map(|_| rig.alloc(&s, MIB)).collect();
     for commit in [true, false] {
         let ready = blocks
             .iter()
             .fold(Launch::on(&fenced), |launch, block| launch.writes(block))
             .preflight()
             .unwrap();
-        let before = rig.sim.driver().calls().get(Call::EventRecord);
+        let before = rig.calls(Call::EventRecord);
         if commit {
             ready.commit().unwrap();
         } else {
             drop(ready);
         }
-        assert_eq!(rig.sim.driver().calls().get(Call::EventRecord), before + 1);
+        assert_eq!(rig.calls(Call::EventRecord), before + 1);
     }
 }
 
@@ -280,8 +269,8 @@ fn a_launch_ends_no_borrow_of_another_part_nor_of_a_reader() {
         drop(buffer);
         // The work that `u` waited for runs here. Work queued on `v` after it does not.
         u.synchronize().unwrap();
-        let again = rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap();
-        rig.sim.access(s.raw(), range(&again), Access::Write, Some(again.generation())).unwrap();
+        let again = rig.alloc(&s, 6 * MIB);
+        rig.write(&s, &again);
         rig.assert_silent();
     }
 }

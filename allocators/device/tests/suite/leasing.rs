@@ -2,45 +2,20 @@
 //! this causes.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{MIB, Rig, range};
+use crate::support::{MEMORY, MIB, Reclaimer, Rig};
 use aquifer_core::MemoryError;
-use aquifer_device::{Adoption, Block, Offer, PoolConfig, Reclaim, Request};
-use aquifer_driver::{Access, Call, sim::Sim};
+use aquifer_device::{Adoption, Block, PoolConfig, Request};
+use aquifer_driver::{Call, sim::Sim};
 use aquifer_stream::Stream;
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::{Duration, Instant},
-};
-
-/// Driver calls that concern memory. Those for events are not included.
-const MEMORY: [Call; 6] = [
-    Call::HandleCreate,
-    Call::HandleRelease,
-    Call::Map,
-    Call::Unmap,
-    Call::SetAccess,
-    Call::MemAlloc,
-];
+use std::time::Duration;
 
 /// Returns a pool on a device that runs no work by itself. Requests do not wait.
 fn still(limit_mib: u64) -> Rig {
     Rig::on(Sim::h200(1).symbolic().stepped(), limit_mib, |config| config.wait = Duration::ZERO)
 }
 
-fn take(rig: &Rig, stream: &Stream, mib: u64) -> Block {
-    rig.pool.alloc(stream, Request::bytes(mib * MIB)).unwrap()
-}
-
-/// Queues a kernel that writes the whole block on the block's stream.
-fn write(rig: &Rig, stream: &Stream, block: &Block) {
-    rig.sim.access(stream.raw(), range(block), Access::Write, Some(block.generation())).unwrap();
-}
-
 fn calls(rig: &Rig, which: &[Call]) -> u64 {
-    which.iter().map(|&call| rig.sim.driver().calls().get(call)).sum()
+    which.iter().map(|&call| rig.calls(call)).sum()
 }
 
 /// Returns the number of all driver calls.
@@ -53,17 +28,17 @@ fn a_stream_whose_peers_are_gone_is_served_from_its_own_cache() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 1 << 10, |_| ());
     // Each block takes two handles of 2 MiB, so a third more is held than is ever in use.
     let streams = [0; 8].map(|_| rig.stream());
-    drop(streams.each_ref().map(|s| take(&rig, s, 3)));
+    drop(streams.each_ref().map(|s| rig.take(s, 3)));
     drop(streams);
     assert_eq!(rig.pool.stats().physical, 32 * MIB);
     let s = rig.stream();
     // The first request takes what the others have left, and the second finds them empty.
     for mib in [6, 15, 16] {
-        drop(take(&rig, &s, mib));
+        drop(rig.take(&s, mib));
     }
     let (before, adoptions) = (all_calls(&rig), rig.pool.stats().adoptions);
     for _ in 0..10 {
-        drop(take(&rig, &s, 16));
+        drop(rig.take(&s, 16));
     }
     assert_eq!((all_calls(&rig), rig.pool.stats().adoptions), (before, adoptions));
 }
@@ -78,10 +53,10 @@ fn half_free(limit_mib: u64) -> (Rig, Stream, Stream, [Vec<Block>; 2], Vec<u64>)
     let mut kept = Vec::new();
     let mut freed = Vec::new();
     for at in 0..20 {
-        let block = take(&rig, &s, 1);
+        let block = rig.take(&s, 1);
         if at % 2 == 0 { kept.push(block) } else { freed.push(block) }
     }
-    let others = (0..20).map(|_| take(&rig, &u, 1)).collect();
+    let others = (0..20).map(|_| rig.take(&u, 1)).collect();
     let holes = freed.iter().map(Block::address).collect();
     drop(freed);
     (rig, s, u, [kept, others], holes)
@@ -91,7 +66,7 @@ fn half_free(limit_mib: u64) -> (Rig, Stream, Stream, [Vec<Block>; 2], Vec<u64>)
 fn streams_share_whole_units_above_half_of_the_budget_and_parts_below() {
     let (rig, _s, u, [mut kept, _others], holes) = half_free(64);
     let held = rig.budget.used();
-    let shared = take(&rig, &u, 1);
+    let shared = rig.take(&u, 1);
     assert!(
         holes.contains(&shared.address()),
         "above half a hole of another stream is as good as one's own"
@@ -99,7 +74,7 @@ fn streams_share_whole_units_above_half_of_the_budget_and_parts_below() {
     assert_eq!(rig.budget.used(), held);
     // Forty MiB are less than three eighths of this.
     rig.budget.set_limit(512 * MIB);
-    let apart: Vec<_> = (0..10).map(|_| take(&rig, &u, 1)).collect();
+    let apart: Vec<_> = (0..10).map(|_| rig.take(&u, 1)).collect();
     let last = apart.last().unwrap();
     assert!(
         !holes.contains(&last.address()) && rig.budget.used() > held,
@@ -107,13 +82,13 @@ fn streams_share_whole_units_above_half_of_the_budget_and_parts_below() {
     );
     let more: Vec<_> = kept.drain(..3).map(|block| block.address()).collect();
     rig.budget.set_limit(64 * MIB);
-    let joined: Vec<_> = (0..3).map(|_| take(&rig, &u, 1)).collect();
+    let joined: Vec<_> = (0..3).map(|_| rig.take(&u, 1)).collect();
     assert!(more.contains(&joined.last().unwrap().address()), "and together again");
     rig.assert_silent();
 
     let (rig, _s, u, _blocks, holes) = half_free(128);
     let held = rig.budget.used();
-    let apart = take(&rig, &u, 1);
+    let apart = rig.take(&u, 1);
     assert!(!holes.contains(&apart.address()), "below half a hole is its stream's");
     assert!(rig.budget.used() > held);
 }
@@ -122,9 +97,9 @@ fn streams_share_whole_units_above_half_of_the_budget_and_parts_below() {
 fn a_stream_waits_on_the_device_for_a_range_that_fits_before_handles_move() {
     let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 64, |_| ());
     let [s, u, v] = [rig.stream(), rig.stream(), rig.stream()];
-    let mut pieces: Vec<_> = (0..16).map(|_| take(&rig, &v, 2)).collect();
-    let (busy, _others) = (take(&rig, &s, 16), take(&rig, &u, 16));
-    write(&rig, &s, &busy);
+    let mut pieces: Vec<_> = (0..16).map(|_| rig.take(&v, 2)).collect();
+    let (busy, _others) = (rig.take(&s, 16), rig.take(&u, 16));
+    rig.write(&s, &busy);
     let place = busy.address();
     drop(busy);
     // 16 MiB are free and done, in pieces of 2 MiB.
@@ -132,12 +107,12 @@ fn a_stream_waits_on_the_device_for_a_range_that_fits_before_handles_move() {
         drop(pieces.remove(2 * at));
     }
     let before = rig.pool.stats();
-    let block = take(&rig, &u, 16);
+    let block = rig.take(&u, 16);
     let after = rig.pool.stats();
     assert_eq!((block.address(), after.moves), (place, before.moves));
     assert_eq!(after.stream_waits, before.stream_waits + 1, "the device waits, not the host");
     assert_eq!((after.host_waits, after.physical), (before.host_waits, before.physical));
-    write(&rig, &u, &block);
+    rig.write(&u, &block);
     rig.sim.run_all();
     rig.assert_silent();
 }
@@ -149,16 +124,16 @@ fn small_blocks_find_room_in_their_caches_until_half_of_the_budget_is_live() {
         let rig = Rig::on(Sim::h200(1).symbolic(), 64, |_| ());
         let [s, u, v] = [rig.stream(), rig.stream(), rig.stream()];
         // Nearly all is held and free, so streams share from the next slow path on.
-        drop([&s, &u].map(|stream| take(&rig, stream, 28)));
-        let _first = take(&rig, &v, 1);
-        let _live = [&s, &u].map(|stream| take(&rig, stream, live / 2));
+        drop([&s, &u].map(|stream| rig.take(stream, 28)));
+        let _first = rig.take(&v, 1);
+        let _live = [&s, &u].map(|stream| rig.take(stream, live / 2));
         let blocks: Vec<_> = (0..8).map(|_| rig.pool.alloc(&s, small).unwrap()).collect();
         // Neighbours stay, so each leaves a range of its own size.
         let (kept, freed): (Vec<_>, Vec<_>) =
             blocks.into_iter().enumerate().partition(|(at, _)| at % 2 == 0);
         drop(freed);
         // A large block of another stream comes from the shared list, and caches give to it.
-        let _shared = take(&rig, &v, 16);
+        let _shared = rig.take(&v, 16);
         let adoptions = rig.pool.stats().adoptions;
         let again: Vec<_> = (0..4).map(|_| rig.pool.alloc(&s, small).unwrap()).collect();
         assert_eq!(rig.pool.stats().adoptions == adoptions, cached, "{live} MiB are live");
@@ -171,9 +146,9 @@ fn small_blocks_find_room_in_their_caches_until_half_of_the_budget_is_live() {
 fn what_is_in_no_cache_serves_blocks_above_the_small_sizes_before_memory_grows() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 1 << 10, |_| ());
     let (gone, s) = (rig.stream(), rig.stream());
-    drop(take(&rig, &gone, 8));
+    drop(rig.take(&gone, 8));
     drop(gone);
-    let _blocks: Vec<_> = (0..8).map(|_| take(&rig, &s, 1)).collect();
+    let _blocks: Vec<_> = (0..8).map(|_| rig.take(&s, 1)).collect();
     assert_eq!(rig.pool.stats().physical, 8 * MIB);
     rig.assert_silent();
 }
@@ -182,16 +157,16 @@ fn what_is_in_no_cache_serves_blocks_above_the_small_sizes_before_memory_grows()
 fn a_pool_moves_memory_in_use_before_it_exceeds_its_bound() {
     let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 1 << 10, |config| config.slack = 6);
     let s = rig.stream();
-    let mut blocks: Vec<_> = (0..64).map(|_| take(&rig, &s, 2)).collect();
-    blocks.iter().for_each(|block| write(&rig, &s, block));
+    let mut blocks: Vec<_> = (0..64).map(|_| rig.take(&s, 2)).collect();
+    blocks.iter().for_each(|block| rig.write(&s, block));
     for at in (0..32).rev() {
         drop(blocks.remove(2 * at));
     }
-    let large = take(&rig, &s, 32);
+    let large = rig.take(&s, 32);
     let stats = rig.pool.stats();
     assert!(stats.physical * 100 <= stats.peak_live * 106, "{stats:?}");
     assert_eq!(stats.moves, 13, "6 MiB are new: {stats:?}");
-    write(&rig, &s, &large);
+    rig.write(&s, &large);
     rig.sim.run_all();
     rig.assert_silent();
 }
@@ -208,10 +183,10 @@ fn a_stream_takes_over_free_memory_once_half_of_the_limit_is_held() {
         let rig = Rig::on(Sim::h200(1).symbolic(), limit, |_| ());
         let (s, u) = (rig.stream(), rig.stream());
         // The blocks are not adjacent, and their work is done.
-        let mut blocks: Vec<_> = (0..count).map(|_| take(&rig, &s, mib)).collect();
+        let mut blocks: Vec<_> = (0..count).map(|_| rig.take(&s, mib)).collect();
         let free: Vec<_> = blocks.drain(..freed).map(|block| block.address()).collect();
         let held = rig.budget.used();
-        let block = take(&rig, &u, mib);
+        let block = rig.take(&u, mib);
         assert_eq!(
             free.contains(&block.address()),
             taken_over,
@@ -226,13 +201,13 @@ fn a_stream_takes_over_free_memory_once_half_of_the_limit_is_held() {
 fn a_block_of_one_stream_on_bytes_of_another_waits_for_it_on_the_device() {
     let rig = still(8);
     let (s, u) = (rig.stream(), rig.stream());
-    let (a, kept) = (take(&rig, &s, 4), take(&rig, &u, 4));
-    write(&rig, &s, &a);
+    let (a, kept) = (rig.take(&s, 4), rig.take(&u, 4));
+    rig.write(&s, &a);
     let address = a.address();
     drop(a);
-    let b = take(&rig, &u, 4);
+    let b = rig.take(&u, 4);
     assert_eq!(b.address(), address, "there is nothing else");
-    write(&rig, &u, &b);
+    rig.write(&u, &b);
     let stats = rig.pool.stats();
     assert_eq!((stats.host_waits, stats.stream_waits), (0, 1));
     while rig.sim.step(u.raw()) {}
@@ -250,13 +225,13 @@ fn a_shared_free_range_waits_for_every_stream_that_used_it() {
         let rig = still(4);
         let streams = [rig.stream(), rig.stream()];
         let taker = rig.stream();
-        let blocks = [0, 1].map(|at| take(&rig, &streams[at], 2));
+        let blocks = [0, 1].map(|at| rig.take(&streams[at], 2));
         for (stream, block) in streams.iter().zip(&blocks) {
-            write(&rig, stream, block);
+            rig.write(stream, block);
         }
         drop(blocks);
-        let both = take(&rig, &taker, 4);
-        write(&rig, &taker, &both);
+        let both = rig.take(&taker, 4);
+        rig.write(&taker, &both);
         let first = streams[1 - late].raw();
         while rig.sim.step(first) {}
         while rig.sim.step(taker.raw()) {}
@@ -274,15 +249,15 @@ fn a_part_taken_from_a_shared_free_range_leaves_the_dependencies_of_the_rest() {
     let rig = still(8);
     let streams = [rig.stream(), rig.stream()];
     let takers = [rig.stream(), rig.stream(), rig.stream()];
-    let blocks = [0, 1].map(|at| take(&rig, &streams[at], 4));
+    let blocks = [0, 1].map(|at| rig.take(&streams[at], 4));
     for (stream, block) in streams.iter().zip(&blocks) {
-        write(&rig, stream, block);
+        rig.write(stream, block);
     }
     drop(blocks);
     let mut parts = Vec::new();
     for (taker, mib) in takers.iter().zip([3, 2, 3]) {
-        let part = take(&rig, taker, mib);
-        write(&rig, taker, &part);
+        let part = rig.take(taker, mib);
+        rig.write(taker, &part);
         // The next part is taken while this one is live.
         parts.push(part);
     }
@@ -295,14 +270,14 @@ fn a_part_taken_from_a_shared_free_range_leaves_the_dependencies_of_the_rest() {
 fn ready_memory_is_taken_before_memory_that_needs_a_wait() {
     let rig = still(8);
     let (s, u) = (rig.stream(), rig.stream());
-    let (low, high) = (take(&rig, &s, 4), take(&rig, &u, 4));
+    let (low, high) = (rig.take(&s, 4), rig.take(&u, 4));
     assert!(low.address() < high.address());
-    write(&rig, &s, &low);
+    rig.write(&s, &low);
     let done = high.address();
     drop((low, high));
-    let taken = take(&rig, &u, 4);
+    let taken = rig.take(&u, 4);
     assert_eq!(taken.address(), done, "lower is the other's, which is in use");
-    write(&rig, &u, &taken);
+    rig.write(&u, &taken);
     assert_eq!(rig.pool.stats().stream_waits, 0);
     rig.assert_silent();
 }
@@ -312,8 +287,8 @@ fn memory_freed_by_an_isolated_stream_is_reused_only_when_done() {
     let rig = still(8);
     let isolated = rig.pool.streams().lease_isolated().unwrap();
     let (s, u) = (rig.stream(), rig.stream());
-    let (a, b) = (take(&rig, &isolated, 4), take(&rig, &s, 4));
-    write(&rig, &isolated, &a);
+    let (a, b) = (rig.take(&isolated, 4), rig.take(&s, 4));
+    rig.write(&isolated, &a);
     let address = a.address();
     drop(a);
     let waits = calls(&rig, &[Call::StreamWaitEvent]);
@@ -328,7 +303,7 @@ fn memory_freed_by_an_isolated_stream_is_reused_only_when_done() {
     }
     assert_eq!(calls(&rig, &[Call::StreamWaitEvent]), waits);
     rig.sim.run_all();
-    assert_eq!(take(&rig, &u, 4).address(), address);
+    assert_eq!(rig.take(&u, 4).address(), address);
     drop(b);
     rig.assert_silent();
 }
@@ -342,24 +317,23 @@ fn memory_that_streams_share_is_complete() {
         stats.physical
     };
     let before = spanned(&rig);
-    drop(take(&rig, &u, 1));
-    drop(take(&rig, &s, 1));
+    drop(rig.take(&u, 1));
+    drop(rig.take(&s, 1));
     assert_eq!(spanned(&rig), before);
     drop((kept, others));
     // All of it as one block, wherever it was.
-    let whole = take(&rig, &u, before / MIB);
+    let whole = rig.take(&u, before / MIB);
     assert_eq!((whole.capacity(), spanned(&rig)), (before, before));
     drop(whole);
-    rig.pool.trim(0).unwrap();
-    assert_eq!(rig.budget.used(), 0);
+    rig.assert_empty();
 }
 
 #[test]
 fn a_trim_keeps_shared_free_ranges_that_are_not_done() {
     let rig = still(8);
     let (s, u) = (rig.stream(), rig.stream());
-    let (a, b) = (take(&rig, &s, 4), take(&rig, &u, 4));
-    write(&rig, &s, &a);
+    let (a, b) = (rig.take(&s, 4), rig.take(&u, 4));
+    rig.write(&s, &a);
     drop(a);
     // This adds the memory to the shared free list and is refused.
     assert!(rig.pool.alloc(&u, Request::bytes(6 * MIB)).is_err());
@@ -375,13 +349,13 @@ fn a_trim_keeps_shared_free_ranges_that_are_not_done() {
 fn an_isolated_stream_is_served_by_its_cache_near_the_limit() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 16, |config| config.adoption = Adoption::Never);
     let (s, u) = (rig.stream(), rig.stream());
-    let _others = take(&rig, &u, 6);
-    drop(take(&rig, &s, 6));
+    let _others = rig.take(&u, 6);
+    drop(rig.take(&s, 6));
     // A failed slow path, so that every decision has been made.
     assert!(rig.pool.alloc(&s, Request::bytes(12 * MIB)).is_err());
     let before = all_calls(&rig);
     for mib in [1, 2, 6] {
-        drop(take(&rig, &s, mib));
+        drop(rig.take(&s, mib));
     }
     assert_eq!(all_calls(&rig), before);
 }
@@ -407,33 +381,17 @@ fn a_small_block_is_placed_at_any_free_aligned_address() {
     }
 }
 
-/// A reclaimer that offers nothing and counts its calls.
-#[derive(Debug, Default)]
-struct Nothing(AtomicU64);
-
-impl Reclaim for Nothing {
-    fn name(&self) -> &'static str {
-        "nothing"
-    }
-    fn offer(&self) -> Offer {
-        Offer { bytes: MIB, cost: Duration::ZERO }
-    }
-    fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
 #[test]
 fn a_request_without_competitors_is_refused_after_one_slow_path() {
-    let handler = Arc::new(Nothing::default());
+    let handler = Reclaimer::new(|| ());
     let rig = Rig::on(Sim::h200(1).symbolic(), 16, |config| {
         config.wait = Duration::ZERO;
     });
     let _registration = rig.budget.on_need(&handler);
     let (s, u) = (rig.stream(), rig.stream());
-    let _kept = (take(&rig, &s, 7), take(&rig, &u, 7));
+    let _kept = (rig.take(&s, 7), rig.take(&u, 7));
     assert!(rig.pool.alloc(&s, Request::bytes(6 * MIB)).is_err());
-    assert_eq!(handler.0.load(Ordering::Relaxed), 1);
+    assert_eq!(handler.calls(), 1);
 }
 
 /// A program that repeats itself: each step allocates or frees at one of a number of places.
@@ -449,14 +407,10 @@ impl Loop {
     ///
     /// Each layer leaves what the backward pass needs, which is freed in reverse order, and has
     /// temporary blocks on each stream meanwhile.
-    fn training(mut seed: u64, streams: usize) -> Self {
+    fn training(seed: u64, streams: usize) -> Self {
         const LAYERS: usize = 24;
-        let mut random = move |below: u64| {
-            seed = seed
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            1 + (seed >> 33) % below
-        };
+        let mut next = Sequence(seed);
+        let mut random = |below: u64| 1 + next.below(below);
         let mut steps = Vec::new();
         let layers = || (0..LAYERS).chain((0..LAYERS).rev()).enumerate();
         for (at, layer) in layers() {
@@ -489,7 +443,7 @@ impl Loop {
             live[place] = None;
             if bytes > 0 {
                 let block = rig.pool.alloc(&streams[stream], Request::bytes(bytes))?;
-                write(rig, &streams[stream], &block);
+                rig.write(&streams[stream], &block);
                 live[place] = Some(block);
             }
         }
@@ -559,7 +513,7 @@ fn blocks_of_one_size_circulate_among_streams_without_memory_calls_after_two_rou
     }
 }
 
-/// A deterministic sequence of pseudo-random numbers.
+/// A sequence of pseudo-random numbers. With a few others the bounds below are exceeded.
 struct Sequence(u64);
 
 impl Sequence {
@@ -580,7 +534,7 @@ fn round(rig: &Rig, streams: &[Stream], seed: u64, doublings: u64) {
             drop(gone);
         }
         let bytes = ((MIB / 2) << next.below(doublings)) + next.below(MIB);
-        let block = rig.pool.alloc(&streams[at % streams.len()], Request::bytes(bytes)).unwrap();
+        let block = rig.alloc(&streams[at % streams.len()], bytes);
         live.push(block);
         if live.len() > 50 {
             live.swap_remove(next.below(50) as usize);
@@ -617,7 +571,7 @@ fn rounds_of_whole_slots(slack: u32, streams: usize, seed: u64) -> (u64, u64) {
         let (mut next, mut live) = (Sequence(seed), Vec::new());
         for at in 0..600 {
             let bytes = 2 * MIB * (1 + next.below(16 << round));
-            live.push(rig.pool.alloc(&streams[at % streams.len()], Request::bytes(bytes)).unwrap());
+            live.push(rig.alloc(&streams[at % streams.len()], bytes));
             if live.len() > 40 {
                 live.swap_remove(next.below(40) as usize);
             }
@@ -657,16 +611,16 @@ fn blocks_that_fit_nowhere_take_whole_handles_that_are_still_in_use_and_no_new_m
     let (s, u) = (rig.stream(), rig.stream());
     // A small block stays behind each large one, so no two of their places are adjacent.
     let (large, kept): (Vec<_>, Vec<_>) =
-        (0..8).map(|_| (take(&rig, &s, 1024), take(&rig, &s, 2))).unzip();
-    large.iter().for_each(|block| write(&rig, &s, block));
+        (0..8).map(|_| (rig.take(&s, 1024), rig.take(&s, 2))).unzip();
+    large.iter().for_each(|block| rig.write(&s, block));
     let held = rig.pool.stats().physical;
     drop(large);
     // None is a multiple of a handle.
-    let blocks: Vec<_> = (0..7).map(|_| take(&rig, &u, 1034)).collect();
+    let blocks: Vec<_> = (0..7).map(|_| rig.take(&u, 1034)).collect();
     let stats = rig.pool.stats();
     assert_eq!((stats.physical, stats.host_waits), (held, 0), "{stats:?}");
     assert!(stats.moves > 0);
-    blocks.iter().for_each(|block| write(&rig, &u, block));
+    blocks.iter().for_each(|block| rig.write(&u, block));
     rig.sim.run_all();
     rig.assert_silent();
     drop(kept);
@@ -679,9 +633,7 @@ fn small_blocks_of_streams_that_grow_in_turn_stay_within_the_bound_and_rarely_ch
     let rounds = |slack| {
         let rig = Rig::on(Sim::h200(1).symbolic(), 100_000, |config| config.slack = slack);
         let [a, b] = [rig.stream(), rig.stream()];
-        let ask = |on: &Stream, n: usize| {
-            rig.pool.alloc(on, Request::bytes(4096 + 512 * (n as u64 % 24))).unwrap()
-        };
+        let ask = |on: &Stream, n: usize| rig.alloc(on, 4096 + 512 * (n as u64 % 24));
         let (mut of_a, mut of_b) = (Vec::new(), Vec::new());
         for _ in 0..8 {
             for n in 0..EACH {

@@ -1,6 +1,6 @@
 //! Tests that a block owns its bytes exactly until its last use on any stream is done.
 
-use crate::support::{MIB, Rig, range, read};
+use crate::support::{MIB, Rig, assert_returned, assert_silent, range, read};
 use aquifer_core::{Budget, DeviceId, MemoryError, OpaqueBlock, PoolStats};
 use aquifer_device::{DeviceBuffer, Direct, Request, Resource, StreamOrdered};
 use aquifer_driver::{
@@ -23,7 +23,7 @@ fn rounds_on_one_stream_without_host_waits_read_back_the_last_pattern() {
         last = next;
     }
     s.fill(&mut last, 0xab).unwrap();
-    assert_eq!(rig.sim.driver().calls().get(Call::StreamSynchronize), 0, "no round has waited");
+    assert_eq!(rig.calls(Call::StreamSynchronize), 0, "no round has waited");
     assert!(read(&s, &last).iter().all(|&byte| byte == 0xab));
     assert!(addresses.len() <= 2, "a freed block is used again at once: {addresses:x?}");
     rig.assert_silent();
@@ -87,17 +87,17 @@ fn without_recorded_uses_the_same_program_is_corrupted_and_reported() {
 fn a_block_with_an_open_use_is_skipped_until_the_use_is_finished() {
     let rig = Rig::new(64);
     let (s, u) = (rig.stream(), rig.stream());
-    let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+    let block = rig.alloc(&s, MIB);
     let address = block.address();
     let used = block.prepare(&u, Access::Read).unwrap();
     drop(block);
     assert_eq!(rig.pool.stats().pending, MIB);
-    let other = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+    let other = rig.alloc(&s, MIB);
     assert_ne!(other.address(), address);
     used.finish().unwrap();
     rig.pool.trim(u64::MAX).unwrap();
     assert_eq!(rig.pool.stats().pending, 0);
-    assert_eq!(rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().address(), address);
+    assert_eq!(rig.alloc(&s, MIB).address(), address);
     rig.assert_silent();
 }
 
@@ -105,7 +105,7 @@ fn a_block_with_an_open_use_is_skipped_until_the_use_is_finished() {
 fn memory_of_a_use_that_ends_after_the_free_is_reused_after_its_work() {
     let rig = Rig::stepped(4);
     let (s, u) = (rig.stream(), rig.stream());
-    let block = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
+    let block = rig.alloc(&s, 4 * MIB);
     let (whole, generation) = (range(&block), block.generation());
     let used = block.prepare(&s, Access::Write).unwrap();
     drop(block);
@@ -113,8 +113,8 @@ fn memory_of_a_use_that_ends_after_the_free_is_reused_after_its_work() {
     s.timeline().fence(s.timeline().open()).unwrap();
     rig.sim.access(s.raw(), whole, Access::Write, Some(generation)).unwrap();
     used.finish().unwrap();
-    let next = rig.pool.alloc(&u, Request::bytes(4 * MIB)).unwrap();
-    rig.sim.access(u.raw(), range(&next), Access::Write, Some(next.generation())).unwrap();
+    let next = rig.alloc(&u, 4 * MIB);
+    rig.write(&u, &next);
     rig.assert_silent();
 }
 
@@ -146,18 +146,6 @@ fn a_buffer_keeps_its_address_and_generation_and_a_later_one_there_has_another_g
     assert_eq!(rig.sim.violations()[0].kind, stale);
 }
 
-#[test]
-fn a_forgotten_use_keeps_the_bytes_for_good_and_never_races() {
-    let rig = Rig::new(8);
-    let (s, u) = (rig.stream(), rig.stream());
-    let block = rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap();
-    let _forgotten = std::mem::ManuallyDrop::new(block.prepare(&u, Access::Write).unwrap());
-    drop(block);
-    let refused = rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap_err();
-    let MemoryError::OutOfMemory(refused) = refused else { panic!("{refused:?}") };
-    assert_eq!(refused.pending, 6 * MIB);
-}
-
 /// A closed pool does not poll its pending blocks, so the end of a use must return them.
 #[test]
 fn a_use_that_ends_after_its_pool_has_closed_releases_the_pool() {
@@ -165,7 +153,7 @@ fn a_use_that_ends_after_its_pool_has_closed_releases_the_pool() {
         let rig = Rig::stepped(8);
         let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
         let (s, u) = (rig.stream(), rig.stream());
-        let block = rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap();
+        let block = rig.alloc(&s, 6 * MIB);
         let at = range(&block);
         let (used, other) =
             (block.prepare(&u, Access::Read).unwrap(), block.prepare(&u, Access::Read).unwrap());
@@ -182,9 +170,7 @@ fn a_use_that_ends_after_its_pool_has_closed_releases_the_pool() {
         } else {
             other.abort();
         }
-        assert_eq!(budget.used(), 0);
-        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
-        assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+        assert_returned(&sim, &budget);
     }
 }
 
@@ -195,7 +181,7 @@ fn a_block_freed_after_its_pool_has_closed_releases_the_pool_after_its_uses() {
         let rig = Rig::stepped(8);
         let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
         let (s, u) = (rig.stream(), rig.stream());
-        let block = rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap();
+        let block = rig.alloc(&s, 6 * MIB);
         let at = range(&block);
         let used = block.prepare(&u, Access::Read).unwrap();
         sim.access(u.raw(), at, Access::Read, None).unwrap();
@@ -204,9 +190,7 @@ fn a_block_freed_after_its_pool_has_closed_releases_the_pool_after_its_uses() {
         drop(block);
         assert_eq!(budget.used() > 0, open);
         drop(used);
-        assert_eq!(budget.used(), 0);
-        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
-        assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+        assert_returned(&sim, &budget);
     }
 }
 
@@ -231,7 +215,7 @@ fn a_use_that_ends_after_the_drivers_own_resource_is_dropped_returns_its_block()
         used.finish().unwrap();
         s.synchronize().unwrap();
         assert_eq!(budget.used(), 0);
-        assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+        assert_silent(&sim);
     }
     drop(streams);
     assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
@@ -241,7 +225,7 @@ fn a_use_that_ends_after_the_drivers_own_resource_is_dropped_returns_its_block()
 fn a_prepared_write_excludes_every_other_prepare_until_it_ends() {
     let rig = Rig::new(8);
     let (s, u) = (rig.stream(), rig.stream());
-    let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+    let block = rig.alloc(&s, MIB);
     let busy = Err(MemoryError::Busy { address: block.address() });
     let write = block.prepare(&u, Access::Write).unwrap();
     assert_eq!(block.prepare(&s, Access::Read).map(drop), busy.clone());
@@ -272,8 +256,7 @@ fn a_writer_waits_for_the_readers_of_other_streams() {
 fn free_drop_and_record_use_make_no_driver_call() {
     let rig = Rig::new(64);
     let (s, u) = (rig.stream(), rig.stream());
-    let blocks: Vec<_> =
-        (0..8).map(|i| rig.pool.alloc(&s, Request::bytes(MIB << (i % 3))).unwrap()).collect();
+    let blocks: Vec<_> = (0..8).map(|i| rig.alloc(&s, MIB << (i % 3))).collect();
     u.wait_for(&s).unwrap();
     let before = rig.sim.driver().calls().made();
     for block in &blocks {
@@ -289,7 +272,7 @@ fn a_warm_stream_allocates_without_a_driver_call() {
     let s = rig.stream();
     let round = || {
         let sizes = [1, 511, 4096, 70_000, MIB, 3 * MIB + 1];
-        sizes.map(|bytes| rig.pool.alloc(&s, Request::bytes(bytes)).unwrap().address())
+        sizes.map(|bytes| rig.alloc(&s, bytes).address())
     };
     round();
     let first = round();
@@ -336,15 +319,12 @@ fn blocks_may_outlive_their_pool_and_the_last_one_returns_everything() {
     let rig = Rig::new(64);
     let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
     let s = rig.stream();
-    let blocks: Vec<_> =
-        (0..4).map(|_| rig.pool.alloc(&s, Request::bytes(3 * MIB)).unwrap()).collect();
+    let blocks: Vec<_> = (0..4).map(|_| rig.alloc(&s, 3 * MIB)).collect();
     drop(rig);
     drop(s);
     assert!(budget.used() >= 12 * MIB, "live blocks keep their memory");
     drop(blocks);
-    assert_eq!(budget.used(), 0);
-    assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
-    assert!(sim.violations().is_empty());
+    assert_returned(&sim, &budget);
 }
 
 /// A value whose destructor panics.
@@ -361,7 +341,7 @@ fn a_value_kept_until_a_free_may_panic_when_dropped() {
     let rig = Rig::new(64);
     let (s, other) = (rig.stream(), rig.stream());
     for used_elsewhere in [false, true] {
-        let mut block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+        let mut block = rig.alloc(&s, MIB);
         block.keep_until_free(Box::new(Rude));
         let kept = Arc::new(());
         block.keep_until_free(Box::new(kept.clone()));
@@ -399,6 +379,6 @@ fn a_pool_closed_within_a_host_callback_is_released_later() {
         drop(Rig::new(64));
         assert_eq!(budget.used(), 0);
         drop(ran);
-        assert!(sim.violations().is_empty(), "{:?}", sim.violations());
+        assert_silent(&sim);
     }
 }

@@ -136,7 +136,7 @@ type Allocate = fn(&Rig, &Stream, &Budget) -> (Block, u32);
 #[test]
 fn allocations_that_a_cache_serves_are_named_by_their_callers_lines() {
     let ways: [(&str, Allocate); 4] = [
-        ("pool", |rig, s, _| (rig.pool.alloc(s, Request::bytes(MIB)).unwrap(), line!())),
+        ("pool", |rig, s, _| (rig.alloc(s, MIB), line!())),
         ("opaque", |rig, s, _| {
             (Opaque::allocate(&rig.pool, s, Request::bytes(MIB)).unwrap(), line!())
         }),
@@ -222,7 +222,7 @@ fn an_end_of_a_pool_under_work_that_it_does_not_know_is_named_by_the_line_that_o
 fn findings_and_violations_name_a_stream_by_the_same_number() {
     let rig = Rig::on(Sim::h200(1), 64, |config| config.debug = Debugging::all());
     let (_first, s) = (rig.stream(), rig.stream());
-    let block = rig.pool.alloc(&s, Request::bytes(1000)).unwrap();
+    let block = rig.alloc(&s, 1000);
     let behind = DeviceRange { address: block.address() + 1000, bytes: 1, ..block.range() };
     rig.sim
         .launch(

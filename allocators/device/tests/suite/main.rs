@@ -19,6 +19,8 @@ mod graph_states;
 mod graphs;
 mod handles;
 mod heap;
+#[path = "../../../../tests/support/itself.rs"]
+mod itself;
 mod last;
 mod launch;
 mod leasing;

@@ -83,261 +83,163 @@ fn leaked(rig: &Rig) -> Vec<Told> {
         .collect()
 }
 
-/// A mistake, how it is detected without any mode, and additionally under some modes.
-struct Mistake {
-    name: &'static str,
-    make: fn(&Rig) -> Vec<Told>,
-    always: &'static [Told],
-    with: &'static [(&'static str, Told)],
+/// What a mistake must be found as.
+enum Expected {
+    /// This under every mode, and without any.
+    Always(Told),
+    /// A violation and this finding under the modes with guards.
+    ByGuards(&'static str),
+    /// This many bytes more in the list of live blocks, under the modes that have one.
+    ByLeaks(u64),
+}
+use Expected::{Always, ByGuards, ByLeaks};
+
+impl Expected {
+    fn under(&self, mode: &str) -> Vec<Told> {
+        match *self {
+            Always(told) => vec![told],
+            ByGuards(fault) if ["canaries", "all"].contains(&mode) => vec![OUTSIDE, Finding(fault)],
+            ByLeaks(bytes) if ["leaks", "all", "bypass with checks"].contains(&mode) => {
+                vec![Leak(bytes)]
+            }
+            ByGuards(_) | ByLeaks(_) => Vec::new(),
+        }
+    }
 }
 
-const LEAKS: [&str; 3] = ["leaks", "all", "bypass with checks"];
+/// Returns the address of a block that was freed.
+fn freed(rig: &Rig, stream: &Stream) -> u64 {
+    rig.alloc(stream, 4096).address()
+}
 
-fn mistakes() -> Vec<Mistake> {
-    vec![
-        Mistake {
-            name: "a write after the free on the block's own stream",
-            make: |rig| {
-                let s = rig.stream();
-                let block = rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
-                let address = block.address();
-                drop(block);
-                write(&rig.sim, &s, address + 100);
-                Vec::new()
-            },
-            always: &[LATE],
-            with: &[],
+/// Returns how memory is told as a leak while it is kept.
+fn told_while_kept<T>(rig: &Rig, kept: T) -> Vec<Told> {
+    let told = leaked(rig);
+    drop(kept);
+    assert_eq!(leaked(rig), []);
+    told
+}
+
+/// A mistake, and how it must be found.
+type Mistake = (&'static str, Expected, fn(&Rig, &Stream) -> Vec<Told>);
+
+const MISTAKES: [Mistake; 16] = [
+    ("a write after the free on the block's own stream", Always(LATE), |rig, s| {
+        write(&rig.sim, s, freed(rig, s) + 100);
+        Vec::new()
+    }),
+    (
+        "a write after the free on another stream, which waits for the first",
+        Always(LATE),
+        |rig, s| {
+            let u = rig.stream();
+            let address = freed(rig, s);
+            u.wait_for(s).unwrap();
+            write(&rig.sim, &u, address + 100);
+            Vec::new()
         },
-        Mistake {
-            name: "a write after the free on another stream, which waits for the first",
-            make: |rig| {
-                let (s, u) = (rig.stream(), rig.stream());
-                let block = rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
-                let address = block.address();
-                drop(block);
-                u.wait_for(&s).unwrap();
-                write(&rig.sim, &u, address + 100);
-                Vec::new()
-            },
-            always: &[LATE],
-            with: &[],
-        },
-        Mistake {
-            name: "a read after the free",
-            make: |rig| {
-                let s = rig.stream();
-                let block = rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
-                let address = block.address();
-                drop(block);
-                read(&rig.sim, &s, address);
-                Vec::new()
-            },
-            always: &[LATE],
-            with: &[],
-        },
-        Mistake {
-            name: "a write after the free that waited for another stream's use",
-            make: |rig| {
-                let (s, u) = (rig.stream(), rig.stream());
-                let block = rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
-                let address = block.address();
-                u.wait_for(&s).unwrap();
-                block.record_use(&u, aquifer_driver::Access::Read).unwrap();
-                drop(block);
-                u.synchronize().unwrap();
-                // The pool collects the block.
-                drop(rig.pool.alloc(&s, Request::bytes(1 << 16)).unwrap());
-                write(&rig.sim, &s, address + 100);
-                Vec::new()
-            },
-            always: &[LATE],
-            with: &[],
-        },
-        Mistake {
-            name: "a write right behind a block",
-            make: |rig| {
-                let s = rig.stream();
-                let block = rig.pool.alloc(&s, Request::bytes(4000)).unwrap();
-                write(&rig.sim, &s, block.address() + 4000);
-                drop(block);
-                Vec::new()
-            },
-            always: &[],
-            with: &[
-                ("canaries", OUTSIDE),
-                ("canaries", Finding("Overrun")),
-                ("all", OUTSIDE),
-                ("all", Finding("Overrun")),
-            ],
-        },
-        Mistake {
-            name: "a write right before a block",
-            make: |rig| {
-                let s = rig.stream();
-                let _first = rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
-                let block = rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
-                // Without guards the byte is the last of another block, or has no owner.
-                if rig.pool.stats().live > 2 * 4096 {
-                    write(&rig.sim, &s, block.address() - 1);
-                }
-                drop(block);
-                Vec::new()
-            },
-            always: &[],
-            with: &[
-                ("canaries", OUTSIDE),
-                ("canaries", Finding("Underrun")),
-                ("all", OUTSIDE),
-                ("all", Finding("Underrun")),
-            ],
-        },
-        Mistake {
-            name: "a second free of an address",
-            make: |rig| {
-                let s = rig.stream();
-                let address = rig.pool.alloc_raw(&s, Request::bytes(4096)).unwrap();
-                rig.pool.free_raw(address).unwrap();
-                refusal(rig.pool.free_raw(address))
-            },
-            always: &[DoubleFree],
-            with: &[],
-        },
-        Mistake {
-            name: "a second free of an address whose block has long gone home",
-            make: |rig| {
-                let s = rig.stream();
-                let address = rig.pool.alloc_raw(&s, Request::bytes(4096)).unwrap();
-                let _neighbour = rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
-                rig.pool.free_raw(address).unwrap();
-                rig.pool.trim(MIB).unwrap();
-                refusal(rig.pool.free_raw(address))
-            },
-            always: &[DoubleFree],
-            with: &[],
-        },
-        Mistake {
-            name: "a block out of an address that has been freed",
-            make: |rig| {
-                let s = rig.stream();
-                let address = rig.pool.alloc(&s, Request::bytes(4096)).unwrap().into_raw();
-                drop(rig.pool.from_raw(address).unwrap());
-                refusal(rig.pool.from_raw(address))
-            },
-            always: &[DoubleFree],
-            with: &[],
-        },
-        Mistake {
-            name: "a free of an address inside a block",
-            make: |rig| {
-                let s = rig.stream();
-                let address = rig.pool.alloc_raw(&s, Request::bytes(4096)).unwrap();
-                let told = refusal(rig.pool.free_raw(address + 512));
-                rig.pool.free_raw(address).unwrap();
-                told
-            },
-            always: &[Foreign],
-            with: &[],
-        },
-        Mistake {
-            name: "a free of an address of nobody's",
-            make: |rig| refusal(rig.pool.free_raw(0x1234_5678)),
-            always: &[Foreign],
-            with: &[],
-        },
-        Mistake {
-            name: "a block that is kept",
-            make: |rig| {
-                let s = rig.stream();
-                let _kept = rig.pool.alloc(&s, Request::bytes(4000)).unwrap();
-                leaked(rig)
-            },
-            always: &[],
-            with: &[(LEAKS[0], Leak(4000)), (LEAKS[1], Leak(4000)), (LEAKS[2], Leak(4000))],
-        },
-        Mistake {
-            name: "reserved memory that is kept",
-            make: |rig| {
-                let s = rig.stream();
-                let mut kept = rig.pool.reserve::<u8>(&s, 64 << 20).unwrap();
-                assert_eq!(leaked(rig), [], "addresses cost nothing");
-                kept.commit_to(3 << 20).unwrap();
-                let told = leaked(rig);
-                drop(kept);
-                assert_eq!(leaked(rig), []);
-                told
-            },
-            always: &[],
-            with: &[
-                (LEAKS[0], Leak(4 << 20)),
-                (LEAKS[1], Leak(4 << 20)),
-                (LEAKS[2], Leak(4 << 20)),
-            ],
-        },
-        Mistake {
-            name: "a stable block that is kept",
-            make: |rig| {
-                let s = rig.stream();
-                let kept = rig.pool.alloc_stable(&s, Request::bytes(3 << 20)).unwrap();
-                let told = leaked(rig);
-                drop(kept);
-                assert_eq!(leaked(rig), []);
-                told
-            },
-            always: &[],
-            with: &[
-                (LEAKS[0], Leak(3 << 20)),
-                (LEAKS[1], Leak(3 << 20)),
-                (LEAKS[2], Leak(3 << 20)),
-            ],
-        },
-        Mistake {
-            name: "a block that is kept and parked",
-            make: |rig| {
-                let (s, tag) = (rig.stream(), Tag::named("parked"));
-                let parkable = rig.pool.parkable(tag).unwrap();
-                let kept = parkable.alloc(&s, Request::bytes(5000)).unwrap();
-                // SAFETY: 1. and 2. nothing is queued for it.
-                unsafe { rig.pool.park(tag, Park::discard()) }.unwrap();
-                let told = leaked(rig);
-                drop(kept);
-                assert_eq!(leaked(rig), []);
-                told
-            },
-            always: &[],
-            with: &[(LEAKS[0], Leak(5000)), (LEAKS[1], Leak(5000)), (LEAKS[2], Leak(5000))],
-        },
-        Mistake {
-            name: "a graph's block that is kept",
-            make: |rig| {
-                let s = rig.stream();
-                let graphs = rig.pool.graph_pool().unwrap();
-                let announced = graphs.announce(&s).unwrap();
-                rig.sim.driver().capture_begin(s.raw(), CaptureMode::Relaxed).unwrap();
-                let kept = rig.pool.alloc(&s, Request::bytes(6000)).unwrap();
-                assert_eq!(graphs.stats().blocks, 1);
-                let graph = rig.sim.driver().capture_end(s.raw()).unwrap();
-                // SAFETY: 1. known only here.
-                unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
-                drop(announced.end());
-                let told = leaked(rig);
-                drop(kept);
-                assert_eq!(leaked(rig), []);
-                told
-            },
-            always: &[],
-            with: &[(LEAKS[0], Leak(6000)), (LEAKS[1], Leak(6000)), (LEAKS[2], Leak(6000))],
-        },
-    ]
+    ),
+    ("a read after the free", Always(LATE), |rig, s| {
+        read(&rig.sim, s, freed(rig, s));
+        Vec::new()
+    }),
+    ("a write after the free that waited for another stream's use", Always(LATE), |rig, s| {
+        let u = rig.stream();
+        let block = rig.alloc(s, 4096);
+        let address = block.address();
+        u.wait_for(s).unwrap();
+        block.record_use(&u, aquifer_driver::Access::Read).unwrap();
+        drop(block);
+        u.synchronize().unwrap();
+        // The pool collects the block.
+        drop(rig.alloc(s, 1 << 16));
+        write(&rig.sim, s, address + 100);
+        Vec::new()
+    }),
+    ("a write right behind a block", ByGuards("Overrun"), |rig, s| {
+        let block = rig.alloc(s, 4000);
+        write(&rig.sim, s, block.address() + 4000);
+        Vec::new()
+    }),
+    ("a write right before a block", ByGuards("Underrun"), |rig, s| {
+        let _first = rig.alloc(s, 4096);
+        let block = rig.alloc(s, 4096);
+        // Without guards the byte is the last of another block, or has no owner.
+        if rig.pool.stats().live > 2 * 4096 {
+            write(&rig.sim, s, block.address() - 1);
+        }
+        Vec::new()
+    }),
+    ("a second free of an address", Always(DoubleFree), |rig, s| {
+        let address = rig.alloc(s, 4096).into_raw();
+        rig.pool.free_raw(address).unwrap();
+        refusal(rig.pool.free_raw(address))
+    }),
+    ("a second free of an address whose block has long gone home", Always(DoubleFree), |rig, s| {
+        let address = rig.alloc(s, 4096).into_raw();
+        let _neighbour = rig.alloc(s, 4096);
+        rig.pool.free_raw(address).unwrap();
+        rig.pool.trim(MIB).unwrap();
+        refusal(rig.pool.free_raw(address))
+    }),
+    ("a block out of an address that has been freed", Always(DoubleFree), |rig, s| {
+        let address = rig.alloc(s, 4096).into_raw();
+        drop(rig.pool.from_raw(address).unwrap());
+        refusal(rig.pool.from_raw(address))
+    }),
+    ("a free of an address inside a block", Always(Foreign), |rig, s| {
+        let address = rig.alloc(s, 4096).into_raw();
+        let told = refusal(rig.pool.free_raw(address + 512));
+        rig.pool.free_raw(address).unwrap();
+        told
+    }),
+    ("a free of an address of nobody's", Always(Foreign), |rig, _| {
+        refusal(rig.pool.free_raw(0x1234_5678))
+    }),
+    ("a block that is kept", ByLeaks(4000), |rig, s| told_while_kept(rig, rig.alloc(s, 4000))),
+    ("reserved memory that is kept", ByLeaks(4 << 20), |rig, s| {
+        let mut kept = rig.pool.reserve::<u8>(s, 64 << 20).unwrap();
+        assert_eq!(leaked(rig), [], "addresses cost nothing");
+        kept.commit_to(3 << 20).unwrap();
+        told_while_kept(rig, kept)
+    }),
+    ("a stable block that is kept", ByLeaks(3 << 20), |rig, s| {
+        told_while_kept(rig, rig.stable(s, 3 << 20))
+    }),
+    ("a block that is kept and parked", ByLeaks(5000), |rig, s| {
+        let tag = Tag::named("parked");
+        let parkable = rig.pool.parkable(tag).unwrap();
+        let kept = parkable.alloc(s, Request::bytes(5000)).unwrap();
+        // SAFETY: 1. and 2. nothing is queued for it.
+        unsafe { rig.pool.park(tag, Park::discard()) }.unwrap();
+        told_while_kept(rig, kept)
+    }),
+    ("a graph's block that is kept", ByLeaks(6000), |rig, s| {
+        let graphs = rig.pool.graph_pool().unwrap();
+        let announced = graphs.announce(s).unwrap();
+        rig.sim.driver().capture_begin(s.raw(), CaptureMode::Relaxed).unwrap();
+        let kept = rig.alloc(s, 6000);
+        assert_eq!(graphs.stats().blocks, 1);
+        let graph = rig.sim.driver().capture_end(s.raw()).unwrap();
+        // SAFETY: 1. known only here.
+        unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
+        drop(announced.end());
+        told_while_kept(rig, kept)
+    }),
+];
+
+/// Returns a rig whose pool has these settings.
+fn rig(mut config: PoolConfig) -> Rig {
+    Rig::on(Sim::h200(1), 256, |of_rig| {
+        config.budget = of_rig.budget.take();
+        *of_rig = config;
+    })
 }
 
 /// Returns every detection of a mistake under a mode.
-fn told(mistake: &Mistake, config: &PoolConfig) -> Vec<Told> {
-    let mut config = config.clone();
-    let rig = Rig::on(Sim::h200(1), 256, |of_rig| {
-        config.budget = of_rig.budget.take();
-        *of_rig = config;
-    });
-    let mut told = (mistake.make)(&rig);
+fn told(make: fn(&Rig, &Stream) -> Vec<Told>, config: &PoolConfig) -> Vec<Told> {
+    let rig = rig(config.clone());
+    let mut told = make(&rig, &rig.stream());
     rig.pool.check().unwrap();
     rig.pool.trim(0).unwrap();
     told.extend(rig.sim.take_violations().into_iter().map(|violation| Oracle(violation.kind)));
@@ -353,45 +255,28 @@ fn told(mistake: &Mistake, config: &PoolConfig) -> Vec<Told> {
 #[test]
 fn every_mode_finds_what_is_found_without_it_and_what_it_promises() {
     let modes = modes();
-    let mut wrong = Vec::new();
-    for mistake in mistakes() {
-        let name = mistake.name;
+    for (name, expected, make) in MISTAKES {
         for (mode, config) in &modes {
-            let told = told(&mistake, config);
-            let promised =
-                mistake.with.iter().filter(|(with, _)| with == mode).map(|(_, told)| told);
-            let expected: Vec<_> = mistake.always.iter().chain(promised).collect();
-            let missing: Vec<_> =
-                expected.iter().filter(|told_of| !told.contains(told_of)).collect();
-            if !missing.is_empty() {
-                wrong.push(format!("{name} under {mode}: {missing:?} is missing of {told:?}"));
-            }
-            let more: Vec<_> = told.iter().filter(|told| !expected.contains(told)).collect();
-            if *mode == "none" && !more.is_empty() {
-                wrong.push(format!(
-                    "{name} without a mode is found as {more:?} too, which no other is asked for"
-                ));
-            }
+            let (told, expected) = (told(make, config), expected.under(mode));
+            let is_complete = expected.iter().all(|expected| told.contains(expected));
+            assert!(is_complete, "{name} under {mode}: {told:?} where {expected:?} is promised");
+            // Nothing else is asked for without a mode.
+            assert!(*mode != "none" || told == expected, "{name}: {told:?}, not {expected:?}");
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 #[test]
 fn correct_use_is_silent_under_every_mode_and_its_figures_add_up() {
     for (mode, config) in modes() {
-        let rig = Rig::on(Sim::h200(1), 256, |of_rig| {
-            let mut config = config;
-            config.budget = of_rig.budget.take();
-            *of_rig = config;
-        });
+        let rig = rig(config);
         let (s, u) = (rig.stream(), rig.stream());
         let mut buffer = rig.bytes(&s, 1 << 20);
         s.fill(&mut buffer, 3).unwrap();
         u.fill(&mut buffer, 4).unwrap();
         let mut reserved = rig.pool.reserve::<u8>(&s, 64 << 20).unwrap();
         reserved.commit_to(8 << 20).unwrap();
-        let stable = rig.pool.alloc_stable(&s, Request::bytes(4 << 20)).unwrap();
+        let stable = rig.stable(&s, 4 << 20);
         let stats = rig.pool.stats();
         let own = 13 << 20;
         assert!(stats.live >= own && stats.live < own + MIB, "{mode}: {stats:?}");

@@ -54,7 +54,7 @@ fn free_both(
 ) -> Arc<Mutex<Vec<Block>>> {
     assert_eq!(a.address() + a.bytes(), b.address());
     let user = rig.stream();
-    let scratch = rig.pool.alloc(&user, Request::bytes(4096)).unwrap();
+    let scratch = rig.alloc(&user, 4096);
     rig.sim
         .access(
             user.raw(),
@@ -98,7 +98,7 @@ fn freed_blocks_of_graphs_end_before_the_next_block_begins() {
     let (s, t) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
     let driver = rig.sim.driver();
-    let alloc = |bytes| rig.pool.alloc(&s, Request::bytes(bytes)).unwrap();
+    let alloc = |bytes| rig.alloc(&s, bytes);
     let announced = graphs.announce(&s).unwrap();
     driver.capture_begin(s.raw(), CaptureMode::Relaxed).unwrap();
     let both = [0; 2].map(|_| alloc(MIB));
@@ -112,7 +112,7 @@ fn freed_blocks_of_graphs_end_before_the_next_block_begins() {
     driver.capture_begin(t.raw(), CaptureMode::Relaxed).unwrap();
     rig.sim.run_all();
     // This block is larger than what is free, so the pool polls what is not.
-    let more = rig.pool.alloc(&t, Request::bytes(4 * MIB)).unwrap();
+    let more = rig.alloc(&t, 4 * MIB);
     assert_eq!(taken.lock().unwrap().len(), 1);
     let second = driver.capture_end(t.raw()).unwrap();
     drop((more, announced));

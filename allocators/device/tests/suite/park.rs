@@ -3,13 +3,13 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "parks what nobody is about to use")]
 
-use crate::support::{MIB, PATIENCE, Rig, read};
+use crate::support::{MIB, PATIENCE, Rig, assert_silent, plain, read};
 use allocator_api2::alloc::{AllocError, Allocator, Global};
-use aquifer_core::{DeviceId, MemoryError, OutOfMemory, Tag};
+use aquifer_core::{DeviceId, MemoryError, Tag};
 use aquifer_device::{Adoption, DeviceBuffer, Park, ParkReport, Parkable, Request};
 use aquifer_driver::{
     Access, Call, CaptureMode, Operand,
-    sim::{DeviceConfig, Sim, SimConfig, SimKernel, ViolationKind},
+    sim::{Sim, SimKernel, ViolationKind},
 };
 use aquifer_stream::{Launch, Stream};
 use std::{
@@ -145,7 +145,7 @@ fn discarded_memory_takes_no_host_memory_and_its_addresses_can_be_written_again(
     let mut buffer = filled(&s, &parkable, 1, 6 << 20);
     let report = park(&rig, Park::discard()).unwrap();
     assert_eq!((report.saved, report.released, rig.budget.used()), (0, 8 * MIB, 0));
-    assert_eq!(rig.sim.driver().calls().get(Call::CopyToHost), 0);
+    assert_eq!(rig.calls(Call::CopyToHost), 0);
     let report = rig.pool.resume(tag(), None).unwrap();
     assert_eq!((report.restored, report.taken), (0, 8 * MIB));
     s.fill(&mut buffer, 9).unwrap();
@@ -206,104 +206,6 @@ fn a_kernel_that_uses_the_bare_address_of_a_parked_block_is_reported() {
 }
 
 #[test]
-fn a_prepared_use_refuses_the_park_and_changes_nothing_and_queued_work_is_waited_for() {
-    let rig = Rig::on(Sim::h200(1).stepped(), 64, |config| {
-        config.handle_bytes = SLOT;
-        config.wait = Duration::from_millis(20);
-    });
-    let (s, u) = (rig.stream(), rig.stream());
-    let parkable = rig.pool.parkable(tag()).unwrap();
-    let mut first: DeviceBuffer<u8> = parkable.buffer(&s, 4096).unwrap();
-    let second: DeviceBuffer<u8> = parkable.buffer(&s, 4096).unwrap();
-    let block = parkable.alloc(&s, Request::bytes(512)).unwrap();
-    s.fill(&mut first, 5).unwrap();
-    let used = block.prepare(&u, Access::Write).unwrap();
-    assert_eq!(park(&rig, saved()), Err(MemoryError::Busy { address: block.address() }));
-    s.fill(&mut first, 6).unwrap();
-    used.finish().unwrap();
-    // The device runs no work, so it is not done by the deadline, on the owner stream or on another
-    // one.
-    let held = rig.budget.used();
-    assert_eq!(park(&rig, saved().by(Instant::now())), Err(MemoryError::TimedOut));
-    rig.sim.run_all();
-    u.copy(&first, &mut parkable.buffer::<u8>(&u, 4096).unwrap()).unwrap();
-    assert_eq!(park(&rig, saved()), Err(MemoryError::TimedOut));
-    assert_eq!((rig.budget.used(), rig.sim.driver().calls().get(Call::Unmap)), (held, 0));
-    s.fill(&mut first, 7).unwrap();
-    assert_eq!(rig.sim.driver().calls().get(Call::CopyToHost), 0);
-    rig.sim.run_all();
-    park(&rig, saved()).unwrap();
-    rig.pool.resume(tag(), None).unwrap();
-    let mut back = vec![0; 4096];
-    s.scope(|c| c.download(&first, &mut back)).unwrap().unwrap();
-    assert_eq!(back, vec![7; 4096]);
-    drop(second);
-    rig.assert_silent();
-}
-
-#[test]
-fn a_use_that_outlived_its_block_refuses_the_park_until_it_is_finished() {
-    let rig = rig(64);
-    let (s, u) = (rig.stream(), rig.stream());
-    let parkable = rig.pool.parkable(tag()).unwrap();
-    let kept = filled(&s, &parkable, 3, 1000);
-    let block = parkable.alloc(&s, Request::bytes(512)).unwrap();
-    let (used, address) = (block.prepare(&u, Access::Write).unwrap(), block.address());
-    drop(block);
-    assert_eq!(parkable.stats().pending, 512);
-    assert_eq!(park(&rig, saved()), Err(MemoryError::Busy { address }));
-    used.finish().unwrap();
-    assert_eq!(park(&rig, saved()).unwrap().blocks, 1);
-    rig.pool.resume(tag(), None).unwrap();
-    assert_filled(&s, &kept, 3);
-    assert_eq!(parkable.stats().pending, 0);
-    rig.assert_silent();
-}
-
-#[test]
-fn other_tags_keep_what_they_have_and_allocate_meanwhile() {
-    let rig = rig(256);
-    let s = rig.stream();
-    let other = Tag::named("other tag");
-    let (mine, theirs) = (rig.pool.parkable(tag()).unwrap(), rig.pool.parkable(other).unwrap());
-    let all = several(&s, &mine);
-    let lodged = filled(&s, &theirs, 20, 3 << 20);
-    let cached = rig.pool.alloc(&s, Request::bytes(5 * MIB).tag(other)).unwrap();
-    let own = rig.pool.alloc(&s, Request::bytes(1000).tag(tag())).unwrap();
-    let stop = Arc::new(AtomicBool::new(false));
-    let workers: Vec<_> = (0..3)
-        .map(|n| {
-            let (pool, stop, theirs) = (rig.pool.clone(), stop.clone(), theirs.clone());
-            thread::spawn(move || {
-                let stream = pool.stream().unwrap();
-                let mut rounds = 0u64;
-                while !stop.load(Ordering::Relaxed) || rounds < 50 {
-                    let mut cached: DeviceBuffer<u8> = pool.buffer(&stream, 10_000 + n).unwrap();
-                    let mut lodged: DeviceBuffer<u8> = theirs.buffer(&stream, 70_000 + n).unwrap();
-                    stream.fill(&mut cached, n as u8).unwrap();
-                    stream.fill(&mut lodged, n as u8).unwrap();
-                    assert!(read(&stream, &lodged).iter().all(|&byte| byte == n as u8));
-                    rounds += 1;
-                }
-            })
-        })
-        .collect();
-    for _ in 0..5 {
-        let report = park(&rig, saved()).unwrap();
-        assert_eq!(report.kept.shared, 1000, "what lies in a cache is no parkable block");
-        assert_eq!(mine.stats().physical, 0);
-        rig.pool.resume(tag(), None).unwrap();
-        all.iter().enumerate().for_each(|(n, buffer)| assert_filled(&s, buffer, n));
-    }
-    stop.store(true, Ordering::Relaxed);
-    workers.into_iter().for_each(|worker| worker.join().unwrap());
-    assert_filled(&s, &lodged, 20);
-    drop((all, lodged, cached, own, mine, theirs));
-    let violations = rig.sim.violations();
-    assert!(violations.is_empty(), "{}", violations[0]);
-}
-
-#[test]
 fn a_dropped_parked_block_frees_its_host_memory_and_is_not_restored() {
     #[derive(Clone, Default)]
     struct Counting(Arc<AtomicUsize>);
@@ -344,122 +246,6 @@ fn a_dropped_parked_block_frees_its_host_memory_and_is_not_restored() {
     assert_eq!(rig.pool.resume(tag(), None).unwrap().taken, 0);
     drop(parkable);
     assert_nothing_left(&rig);
-}
-
-#[test]
-fn an_empty_tag_parks_nothing_and_resident_memory_is_not_resumed() {
-    let rig = rig(64);
-    let unknown = park(&rig, saved()).unwrap();
-    assert_eq!((unknown.blocks, unknown.released, unknown.kept.shared), (0, 0, 0));
-    let parkable = rig.pool.parkable(tag()).unwrap();
-    assert_eq!(park(&rig, saved()).unwrap().released, 0);
-    assert_eq!(rig.pool.resume(tag(), None).unwrap().taken, 0);
-    assert_eq!(rig.pool.resume(tag(), None).unwrap().taken, 0);
-    let s = rig.stream();
-    let buffer = filled(&s, &parkable, 1, 4096);
-    assert_eq!(rig.pool.resume(tag(), None).unwrap().blocks, 0);
-    assert_filled(&s, &buffer, 1);
-    rig.assert_silent();
-}
-
-#[test]
-fn memory_taken_by_others_refuses_the_resume_until_it_is_returned() {
-    let rig = rig(32);
-    let s = rig.stream();
-    let parkable = rig.pool.parkable(tag()).unwrap();
-    let buffer = filled(&s, &parkable, 2, 20 << 20);
-    park(&rig, saved()).unwrap();
-    let training = rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap();
-    let refused = |deadline| match rig.pool.resume(tag(), deadline) {
-        Err(MemoryError::OutOfMemory(told)) => *told,
-        other => panic!("{other:?}"),
-    };
-    let OutOfMemory { requested, .. } = refused(None);
-    assert_eq!(requested, 20 * MIB);
-    refused(Some(Instant::now() + Duration::from_millis(5)));
-    assert!(parkable.is_parked());
-    assert_eq!(rig.budget.used(), 16 * MIB, "all or nothing");
-    // A request in the wait queue gets the memory when it is returned.
-    let waiter = {
-        let pool = rig.pool.clone();
-        thread::spawn(move || pool.resume(tag(), Some(Instant::now() + Duration::from_secs(60))))
-    };
-    while rig.budget.waiting() == 0 {
-        thread::yield_now();
-    }
-    drop(training);
-    rig.pool.trim(0).unwrap();
-    assert_eq!(waiter.join().unwrap().unwrap().taken, 20 * MIB);
-    assert_filled(&s, &buffer, 2);
-    // Memory idle in caches is reclaimed automatically.
-    park(&rig, saved()).unwrap();
-    drop(rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap());
-    rig.pool.resume(tag(), None).unwrap();
-    assert_filled(&s, &buffer, 2);
-    rig.assert_silent();
-}
-
-#[test]
-fn a_failed_driver_call_leaves_blocks_resident_or_parked_and_the_next_attempt_succeeds() {
-    const REFUSED: u32 = 999;
-    let calls = [
-        Call::CopyToHost,
-        Call::CopyToDevice,
-        Call::HandleCreate,
-        Call::Map,
-        Call::SetAccess,
-        Call::Unmap,
-        Call::EventCreate,
-        Call::EventRecord,
-        Call::EventQuery,
-        Call::EventSynchronize,
-        Call::StreamCreate,
-        Call::StreamSynchronize,
-        Call::StreamQuery,
-    ];
-    for call in calls {
-        for nth in 1..4 {
-            let rig = rig(64);
-            let (s, u) = (rig.stream(), rig.stream());
-            let parkable = rig.pool.parkable(tag()).unwrap();
-            let all = several(&s, &parkable);
-            all[3].slice(0..1).unwrap().order(u.raw(), None, Access::Read).unwrap();
-            let addresses: Vec<u64> = all.iter().map(address).collect();
-            let held = rig.budget.used();
-            rig.sim.fail(call, nth, REFUSED);
-            match park(&rig, saved()) {
-                Ok(report) => {
-                    assert_eq!(report.released + report.kept.refused, held);
-                    assert_eq!(
-                        report.kept.refusal.is_some(),
-                        report.kept.refused > 0,
-                        "{call:?} {nth}"
-                    );
-                    assert_eq!(rig.budget.used(), report.kept.refused);
-                }
-                Err(error) => {
-                    assert!(matches!(error, MemoryError::Driver(_)), "{error:?}");
-                    assert_eq!((parkable.is_parked(), rig.budget.used()), (false, held));
-                    assert_eq!(rig.sim.driver().calls().get(Call::Unmap), 0);
-                    all.iter().enumerate().for_each(|(n, buffer)| assert_filled(&s, buffer, n));
-                    park(&rig, saved()).unwrap();
-                }
-            }
-            match rig.pool.resume(tag(), None) {
-                Ok(_) => {}
-                Err(error) => {
-                    assert!(matches!(error, MemoryError::Driver(_)), "{error:?}");
-                    assert!(parkable.is_parked());
-                    rig.pool.resume(tag(), None).unwrap();
-                }
-            }
-            rig.sim.clear_failures();
-            assert_eq!(all.iter().map(address).collect::<Vec<_>>(), addresses);
-            all.iter().enumerate().for_each(|(n, buffer)| assert_filled(&s, buffer, n));
-            drop((all, parkable));
-            assert_nothing_left(&rig);
-        }
-    }
 }
 
 #[test]
@@ -557,8 +343,7 @@ fn a_lost_device_ends_parked_memory_and_leaves_nothing() {
         drop((all, parkable, s));
         drop(pool);
         assert_eq!(budget.used(), 0, "{parked}");
-        let violations = sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
+        assert_silent(&sim);
     }
 }
 
@@ -588,16 +373,13 @@ fn a_closed_pool_keeps_parked_blocks_parked_and_they_end_in_any_order() {
             "{:?}",
             sim.outstanding()
         );
-        let violations = sim.violations();
-        assert!(violations.is_empty(), "{}", violations[0]);
+        assert_silent(&sim);
     }
 }
 
 #[test]
 fn devices_that_cannot_map_say_so() {
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    let rig = Rig::on(Sim::new(config), 64, |_| ());
+    let rig = Rig::on(plain(), 64, |_| ());
     let unsupported =
         |refused: Option<MemoryError>| matches!(refused, Some(MemoryError::Unsupported { .. }));
     assert!(unsupported(rig.pool.parkable(tag()).err()));
@@ -645,7 +427,7 @@ fn parkable_memory_is_reused_and_released_when_empty() {
     assert_eq!((address(&third), rig.budget.used()), (there, 4 * MIB));
     drop(third);
     // The caches can use all memory of the budget once they are short.
-    let stable = rig.pool.alloc_stable(&s, Request::bytes(16 * MIB)).unwrap();
+    let stable = rig.stable(&s, 16 * MIB);
     assert_eq!((rig.budget.used(), parkable.stats().physical), (16 * MIB, 0));
     drop((stable, parkable));
     assert_nothing_left(&rig);
@@ -680,7 +462,7 @@ fn a_block_of_the_caches_gets_free_parkable_memory() {
     drop(filled(&s, &parkable, 1, 8 << 20));
     s.synchronize().unwrap();
     assert!(rig.budget.remaining() < 12 * MIB);
-    let block = rig.pool.alloc(&s, Request::bytes(12 * MIB)).unwrap();
+    let block = rig.alloc(&s, 12 * MIB);
     assert_filled(&s, &kept, 0);
     drop((block, kept, parkable));
     s.synchronize().unwrap();

@@ -7,7 +7,7 @@
 
 use crate::support::{MIB, Rig, read};
 use aquifer_core::MemoryError;
-use aquifer_device::{Declined, DeviceBuffer, Request};
+use aquifer_device::{Declined, DeviceBuffer};
 use aquifer_driver::{Access, Operand, OperandMut, Typed, sim::Sim};
 
 fn out_of_range(start: u64, end: u64, len: u64) -> MemoryError {
@@ -115,7 +115,7 @@ fn a_cast_to_a_type_that_does_not_fit_is_refused_and_returns_the_buffer() {
     assert_eq!(error, short);
     assert_eq!(DeviceBuffer::<[u16; 3]>::from_block(block).unwrap().len(), 167);
     assert_eq!(rig.pool.stats().blocks, 0);
-    let block = rig.pool.alloc(&s, Request::bytes(64)).unwrap();
+    let block = rig.alloc(&s, 64);
     assert_eq!(DeviceBuffer::<f64>::from_block(block).unwrap().len(), 8);
 }
 

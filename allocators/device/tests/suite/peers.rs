@@ -1,12 +1,12 @@
 //! Tests which devices can access a pool's memory.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use crate::support::{MIB, Rig, range};
+use crate::support::{MIB, Rig, plain, range};
 use aquifer_core::MemoryError;
-use aquifer_device::{DevicePool, PoolConfig, Request};
+use aquifer_device::{DevicePool, PoolConfig};
 use aquifer_driver::{
     Access, DeviceId, DeviceRange,
-    sim::{DeviceConfig, Sim, SimConfig},
+    sim::{Sim, SimConfig},
 };
 use aquifer_stream::{Stream, StreamPool};
 
@@ -32,9 +32,9 @@ fn two_devices(peers: Vec<DeviceId>) -> Rig {
 fn memory_of_each_kind_is_open_to_the_peers_that_were_named() {
     let rig = two_devices(vec![OTHER]);
     let s = rig.stream();
-    let block = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
+    let block = rig.alloc(&s, 4 * MIB);
     assert!(is_reached(&rig, &s, range(&block)));
-    let stable = rig.pool.alloc_stable(&s, Request::bytes(MIB)).unwrap();
+    let stable = rig.stable(&s, MIB);
     assert!(is_reached(
         &rig,
         &s,
@@ -42,7 +42,7 @@ fn memory_of_each_kind_is_open_to_the_peers_that_were_named() {
     ));
     // Handles that moved are mapped again.
     drop(block);
-    let larger = rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap();
+    let larger = rig.alloc(&s, 40 * MIB);
     assert!(is_reached(&rig, &s, range(&larger)));
 }
 
@@ -50,7 +50,7 @@ fn memory_of_each_kind_is_open_to_the_peers_that_were_named() {
 fn memory_is_closed_to_devices_that_were_not_named() {
     let rig = two_devices(Vec::new());
     let s = rig.stream();
-    let block = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
+    let block = rig.alloc(&s, 4 * MIB);
     assert!(!is_reached(&rig, &s, range(&block)));
 }
 
@@ -70,9 +70,7 @@ fn impossible_peers_are_refused_before_memory_is_allocated() {
         open(&apart, naming(OTHER)),
         Err(MemoryError::BadSetting { name: "peers", .. })
     ));
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    let old = Sim::new(config);
+    let old = plain();
     assert!(matches!(open(&old, naming(OWN)), Err(MemoryError::Unsupported { .. })));
     let mut bypass = naming(OTHER);
     bypass.bypass = true;

@@ -1,13 +1,14 @@
 //! Tests of the steps taken when memory is short, their order, and what an allocation costs other
 //! callers meanwhile.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{self, MIB, PATIENCE, Rig, range};
+use crate::support::{
+    self, MIB, PATIENCE, Random, Reclaimer, Rig, assert_returned, assert_silent, plain, range,
+};
 use aquifer_adapters::Limit;
 use aquifer_core::{Action, Budget, MemoryError, Recorder, Tag, event::RingSink};
 use aquifer_device::{
-    Adoption, DevicePool, Direct, FailureCallback, Offer, OnFailure, Opaque, PoolConfig, Reclaim,
-    Request, Resource, StreamOrdered,
+    Adoption, DevicePool, Direct, FailureCallback, OnFailure, Opaque, PoolConfig, Request,
+    Resource, StreamOrdered,
 };
 use aquifer_driver::{
     Access, Call, DeviceId,
@@ -16,25 +17,24 @@ use aquifer_driver::{
 use std::{
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU32, AtomicUsize, Ordering},
+        atomic::{AtomicUsize, Ordering},
     },
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 #[test]
 fn a_fragmented_cache_serves_a_large_block_by_moving_handles() {
     let rig = Rig::new(32);
     let s = rig.stream();
-    let blocks: Vec<_> =
-        (0..8).map(|_| rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap()).collect();
+    let blocks: Vec<_> = (0..8).map(|_| rig.alloc(&s, 4 * MIB)).collect();
     assert_eq!(rig.budget.used(), 32 * MIB);
     let (kept, freed): (Vec<_>, Vec<_>) =
         blocks.into_iter().enumerate().partition(|(i, _)| i % 2 == 0);
     drop(freed);
     s.synchronize().unwrap();
     // Sixteen MiB are free, in four pieces of four.
-    let large = rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap();
+    let large = rig.alloc(&s, 16 * MIB);
     let stats = rig.pool.stats();
     assert!(stats.moves > 0 && stats.physical == 32 * MIB, "{stats:?}");
     assert_eq!(large.capacity(), 16 * MIB);
@@ -66,10 +66,10 @@ fn memory_in_use_is_moved_after_a_device_side_wait() {
 fn one_stream_takes_over_memory_another_has_finished_with() {
     let rig = Rig::new(32);
     let (s, u) = (rig.stream(), rig.stream());
-    drop(rig.pool.alloc(&s, Request::bytes(24 * MIB)).unwrap());
-    let before = rig.sim.driver().calls().get(Call::HandleCreate);
-    let taken = rig.pool.alloc(&u, Request::bytes(24 * MIB)).unwrap();
-    assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), before);
+    drop(rig.alloc(&s, 24 * MIB));
+    let before = rig.calls(Call::HandleCreate);
+    let taken = rig.alloc(&u, 24 * MIB);
+    assert_eq!(rig.calls(Call::HandleCreate), before);
     assert_eq!(rig.pool.stats().adoptions, 1);
     assert_eq!(taken.home().number(), u.number());
     rig.assert_silent();
@@ -92,13 +92,10 @@ fn streams_that_do_not_share_never_wait_for_each_other_and_never_take() {
     assert!(rig.pool.alloc(&s, Request::bytes(24 * MIB)).is_ok(), "its own it may have");
     // The driver completes the work before any request is refused.
     rig.sim.run_all();
-    let before = rig.sim.driver().calls().get(Call::HandleCreate);
+    let before = rig.calls(Call::HandleCreate);
     assert!(rig.pool.alloc(&u, Request::bytes(24 * MIB)).is_ok());
-    assert!(rig.sim.driver().calls().get(Call::HandleCreate) > before);
-    assert_eq!(
-        (rig.pool.stats().adoptions, rig.sim.driver().calls().get(Call::StreamWaitEvent)),
-        (0, 0)
-    );
+    assert!(rig.calls(Call::HandleCreate) > before);
+    assert_eq!((rig.pool.stats().adoptions, rig.calls(Call::StreamWaitEvent)), (0, 0));
     rig.assert_silent();
 }
 
@@ -115,7 +112,7 @@ fn done_only_takes_only_memory_that_is_done() {
     assert!(rig.pool.alloc(&u, Request::bytes(24 * MIB)).is_err());
     rig.sim.run_all();
     assert!(rig.pool.alloc(&u, Request::bytes(24 * MIB)).is_ok());
-    assert_eq!(rig.sim.driver().calls().get(Call::StreamWaitEvent), 0);
+    assert_eq!(rig.calls(Call::StreamWaitEvent), 0);
     rig.assert_silent();
 }
 
@@ -170,69 +167,17 @@ fn invalid_requests_are_distinguished_and_change_nothing() {
     ));
 }
 
-/// A handler that frees one block at each call.
-#[derive(Debug)]
-struct Evict(Mutex<Vec<aquifer_device::Block>>, AtomicUsize);
-
-impl Reclaim for Evict {
-    fn name(&self) -> &'static str {
-        "evict"
-    }
-    fn offer(&self) -> Offer {
-        let bytes = self.0.lock().unwrap().iter().map(|block| block.bytes()).sum();
-        Offer { bytes, cost: Duration::ZERO }
-    }
-    fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {
-        self.1.fetch_add(1, Ordering::Relaxed);
-        let block = self.0.lock().unwrap().pop();
-        drop(block);
-    }
-}
-
 #[test]
 fn a_handler_is_called_until_there_is_room() {
-    let evict = Arc::new(Evict(Mutex::default(), AtomicUsize::new(0)));
     let rig = Rig::new(16);
-    let _registration = rig.budget.on_need(&evict);
     let s = rig.stream();
-    for _ in 0..4 {
-        evict.0.lock().unwrap().push(rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap());
-    }
+    let blocks: Vec<_> = (0..4).map(|_| rig.alloc(&s, 4 * MIB)).collect();
+    let blocks = Arc::new(Mutex::new(blocks));
+    let evicted = blocks.clone();
+    let evict = Reclaimer::new(move || drop(evicted.lock().unwrap().pop()));
+    let _registration = rig.budget.on_need(&evict);
     assert!(rig.pool.alloc(&s, Request::bytes(8 * MIB)).is_ok());
-    assert_eq!(evict.1.load(Ordering::Relaxed), 2);
-    assert_eq!(evict.0.lock().unwrap().len(), 2);
-}
-
-#[test]
-fn a_pool_that_shares_a_budget_releases_its_cache_for_another() {
-    let sim = Sim::h200(1);
-    let budget = Budget::new("both", 16 * MIB);
-    let first =
-        DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone()))
-            .unwrap();
-    let second =
-        DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone()))
-            .unwrap();
-    drop(first.alloc(&first.stream().unwrap(), Request::bytes(12 * MIB)).unwrap());
-    assert_eq!(budget.used(), 12 * MIB);
-    assert!(second.alloc(&second.stream().unwrap(), Request::bytes(12 * MIB)).is_ok());
-    assert!(budget.peak() <= 16 * MIB);
-}
-
-#[test]
-fn the_drivers_own_pool_releases_its_reserve_for_another_pool() {
-    let sim = Sim::h200(1);
-    let budget = Budget::new("both", 64 * MIB);
-    let streams = aquifer_stream::StreamPool::new(sim.driver(), DeviceId(0), 8);
-    let theirs = StreamOrdered::new(sim.driver(), streams.clone(), budget.clone()).unwrap();
-    let ours = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone()))
-        .unwrap();
-    let s = streams.lease().unwrap();
-    drop(theirs.allocate(&s, Request::bytes(60 * MIB)).unwrap());
-    s.synchronize().unwrap();
-    assert!(budget.used() >= 60 * MIB, "the driver's pool keeps what is freed");
-    assert!(ours.alloc(&ours.stream().unwrap(), Request::bytes(40 * MIB)).is_ok());
-    assert!(budget.peak() <= 64 * MIB);
+    assert_eq!((evict.calls(), blocks.lock().unwrap().len()), (2, 2));
 }
 
 #[test]
@@ -245,7 +190,7 @@ fn an_allocation_waits_for_queued_work_only_as_a_last_resort() {
     let mut a = rig.bytes(&s, 12 * MIB);
     s.fill(&mut a, 1).unwrap();
     drop(a);
-    let b = rig.pool.alloc(&u, Request::bytes(12 * MIB)).unwrap();
+    let b = rig.alloc(&u, 12 * MIB);
     assert_eq!(rig.pool.stats().host_waits, 1);
     drop(b);
     rig.assert_silent();
@@ -257,15 +202,14 @@ fn a_thread_waiting_for_the_device_blocks_no_other_allocation() {
         let rig = Rig::new(64);
         let (s, u) = (rig.stream(), rig.stream());
         // Between two live blocks, so that no larger request can use it.
-        let mut blocks: Vec<_> =
-            (0..3).map(|_| rig.pool.alloc(&u, Request::bytes(MIB / 2)).unwrap()).collect();
+        let mut blocks: Vec<_> = (0..3).map(|_| rig.alloc(&u, MIB / 2)).collect();
         drop(blocks.remove(1));
-        drop(rig.pool.alloc(&s, Request::bytes(MIB)).unwrap());
+        drop(rig.alloc(&s, MIB));
         thread::scope(|scope| {
             let stalled = rig.sim.stall(call);
             let slow = scope.spawn(|| rig.pool.alloc(&s, Request::bytes(32 * MIB)).map(drop));
             assert!(stalled.wait_for(1, PATIENCE), "the slow path calls {call:?}");
-            drop(rig.pool.alloc(&u, Request::bytes(MIB / 2)).unwrap());
+            drop(rig.alloc(&u, MIB / 2));
             assert!(rig.pool.stats().physical > 0);
             drop(stalled);
             slow.join().unwrap().unwrap();
@@ -274,39 +218,11 @@ fn a_thread_waiting_for_the_device_blocks_no_other_allocation() {
 }
 
 #[test]
-fn threads_that_free_against_a_reaper_lose_no_byte() {
-    let rig = Rig::on(Sim::h200(1).symbolic(), 512, |_| ());
-    let freed = AtomicU32::new(0);
-    thread::scope(|scope| {
-        for _ in 0..4 {
-            scope.spawn(|| {
-                let s = rig.stream();
-                for i in 0..200u64 {
-                    drop(rig.pool.alloc(&s, Request::bytes(1 + i * 10_007)).unwrap());
-                    freed.fetch_add(1, Ordering::Relaxed);
-                }
-            });
-        }
-        scope.spawn(|| {
-            while freed.load(Ordering::Relaxed) < 800 {
-                rig.pool.trim(0).unwrap();
-                assert!(rig.budget.used() <= 512 * MIB);
-            }
-        });
-    });
-    rig.pool.trim(0).unwrap();
-    let stats = rig.pool.stats();
-    assert_eq!((stats.live, stats.cached, stats.pending, stats.physical), (0, 0, 0, 0));
-    assert_eq!(rig.budget.used(), 0);
-    rig.assert_silent();
-}
-
-#[test]
 fn a_trim_releases_done_memory_down_to_its_target_once() {
     let rig = Rig::new(64);
     let s = rig.stream();
-    let live = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
-    drop(rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap());
+    let live = rig.alloc(&s, 4 * MIB);
+    drop(rig.alloc(&s, 40 * MIB));
     assert_eq!(rig.pool.trim(20 * MIB), Ok(24 * MIB));
     assert_eq!(rig.pool.stats().physical, 20 * MIB);
     assert_eq!(rig.pool.trim(0), Ok(16 * MIB));
@@ -321,7 +237,7 @@ fn a_trim_that_fails_keeps_the_rest_charged_and_the_next_one_drains_it() {
     let (s, u) = (rig.stream(), rig.stream());
     let first = rig.pool.alloc(&s, Request::bytes(8 * MIB));
     // A live block in between makes the trim take two calls.
-    let kept = rig.pool.alloc(&s, Request::bytes(2 * MIB)).unwrap();
+    let kept = rig.alloc(&s, 2 * MIB);
     drop((first, rig.pool.alloc(&u, Request::bytes(20 * MIB))));
     rig.sim.fail(Call::Unmap, 2, 999);
     assert!(rig.pool.trim(0).is_err());
@@ -335,13 +251,11 @@ fn a_trim_that_fails_keeps_the_rest_charged_and_the_next_one_drains_it() {
 
 #[test]
 fn on_a_device_without_mappings_each_block_is_an_allocation_of_the_driver() {
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    let rig = Rig::on(Sim::new(config), 128, |_| ());
+    let rig = Rig::on(plain(), 128, |_| ());
     let s = rig.stream();
     let small = rig.bytes(&s, 1000);
-    let large = rig.pool.alloc(&s, Request::bytes(50 * MIB)).unwrap();
-    let made = [Call::MemAlloc, Call::HandleCreate].map(|call| rig.sim.driver().calls().get(call));
+    let large = rig.alloc(&s, 50 * MIB);
+    let made = [Call::MemAlloc, Call::HandleCreate].map(|call| rig.calls(call));
     assert_eq!(made, [2, 0]);
     assert_eq!((rig.pool.stats().physical, rig.budget.used()), (50 * MIB + 1000, 50 * MIB + 1000));
     drop(large);
@@ -390,24 +304,6 @@ fn a_limit_rolls_back_when_its_inner_source_fails_and_does_not_call_it_when_refu
 }
 
 #[test]
-fn a_limit_is_released_only_when_the_memory_is_free() {
-    let rig = Rig::stepped(16);
-    let (s, u) = (rig.stream(), rig.stream());
-    let limit = Limit::new(rig.pool.clone(), Budget::new("tenant", MIB));
-    let block = limit.allocate(&s, Request::bytes(MIB)).unwrap();
-    let used = block.prepare(&u, Access::Read).unwrap();
-    rig.sim.access(u.raw(), range(&block), Access::Read, Some(block.generation())).unwrap();
-    used.finish().unwrap();
-    drop(block);
-    assert_eq!(limit.budget().used(), MIB, "its use on the other stream is not done");
-    rig.pool.trim(u64::MAX).unwrap();
-    assert_eq!(limit.budget().used(), MIB, "a look does not make it done");
-    u.synchronize().unwrap();
-    rig.pool.trim(u64::MAX).unwrap();
-    assert_eq!(limit.budget().used(), 0);
-}
-
-#[test]
 fn a_failure_callback_decides_the_number_of_attempts() {
     let rig = Rig::new(16);
     let s = rig.stream();
@@ -430,7 +326,7 @@ fn every_event_of_a_pool_is_recorded_in_order() {
         c.wait = Duration::ZERO;
     });
     let s = rig.stream();
-    drop(rig.pool.alloc(&s, Request::bytes(100)).unwrap());
+    drop(rig.alloc(&s, 100));
     assert!(rig.pool.alloc(&s, Request::bytes(8 * MIB)).is_err());
     rig.pool.trim(0).unwrap();
     let actions: Vec<Action> = ring.take().iter().map(|e| e.action).collect();
@@ -472,8 +368,7 @@ fn the_drivers_own_allocators_count_and_release_everything() {
         assert_eq!((stats.live, stats.pending, stats.physical), (0, 0, 0), "{resource:?}");
         assert_eq!(budget.used(), 0, "{resource:?}");
     }
-    let violations = sim.violations();
-    assert!(violations.is_empty(), "{}", violations[0]);
+    assert_silent(&sim);
 }
 
 #[test]
@@ -482,21 +377,19 @@ fn with_dedicated_blocks_a_trim_and_a_drop_release_memory_after_its_uses() {
     let rig = Rig::on(sim.clone(), 16, |c| c.bypass = true);
     let (s, u) = (rig.stream(), rig.stream());
     for trimmed in [true, false] {
-        let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+        let block = rig.alloc(&s, MIB);
         let used = block.prepare(&u, Access::Read).unwrap();
         drop(block);
         assert_eq!((rig.budget.used(), rig.pool.stats().pending), (MIB, MIB));
         used.finish().unwrap();
         if trimmed {
-            rig.pool.trim(0).unwrap();
-            assert_eq!(rig.budget.used(), 0);
+            rig.assert_empty();
         }
     }
     let budget = rig.budget.clone();
     drop((s, u));
     drop(rig);
-    assert_eq!(budget.used(), 0);
-    assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
+    assert_returned(&sim, &budget);
 }
 
 #[test]
@@ -513,58 +406,33 @@ fn a_free_that_the_driver_refuses_stays_charged_and_is_retried() {
     assert_eq!(budget.used(), 0);
 }
 
-/// A handler that resumes a stalled driver call and frees nothing.
-#[derive(Debug)]
-struct LetGo(Mutex<Option<StallGuard>>);
-
-impl Reclaim for LetGo {
-    fn name(&self) -> &'static str {
-        "let go"
-    }
-    fn offer(&self) -> Offer {
-        Offer { bytes: MIB, cost: Duration::ZERO }
-    }
-    fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {
-        drop(self.0.lock().unwrap().take());
-    }
-}
-
 #[test]
 fn memory_being_released_by_another_thread_is_waited_for_before_out_of_memory() {
-    let let_go = Arc::new(LetGo(Mutex::default()));
+    let stalled = Arc::new(Mutex::new(None));
+    let resumed = stalled.clone();
+    let let_go = Reclaimer::new(move || drop::<Option<StallGuard>>(resumed.lock().unwrap().take()));
     let rig = Rig::on(Sim::h200(1).symbolic(), 64, |config| config.wait = PATIENCE);
     let _registration = rig.budget.on_need(&let_go);
     let s = rig.stream();
-    drop(rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap());
+    drop(rig.alloc(&s, 40 * MIB));
     s.synchronize().unwrap();
     let slow = rig.sim.stall(Call::HandleRelease);
     thread::scope(|scope| {
         scope.spawn(|| rig.pool.trim(0).unwrap());
         // All of it has left the cache and is still charged.
         assert!(slow.wait_for(1, PATIENCE));
-        *let_go.0.lock().unwrap() = Some(slow);
-        rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap();
+        *stalled.lock().unwrap() = Some(slow);
+        rig.alloc(&s, 40 * MIB);
     });
     assert_eq!(rig.pool.stats().failures, 0);
     rig.assert_silent();
-}
-
-/// Sizes from a seed, the same each time.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, below: u64) -> u64 {
-        self.0 =
-            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % below
-    }
 }
 
 /// This holds for any earlier allocations, number of streams and handle sizes.
 #[test]
 fn with_nothing_live_the_whole_budget_can_be_allocated() {
     for seed in 0..300 {
-        let mut random = Random(seed);
+        let mut random = Random::new(seed);
         let plain = seed % 4 == 3;
         let mut config = SimConfig::h200(1);
         config.devices =
@@ -623,7 +491,7 @@ fn scattered_handles_are_released_before_a_request_is_refused() {
         config.wait = Duration::ZERO;
     });
     let s = rig.stream();
-    let take = |mib: u64| rig.pool.alloc(&s, Request::bytes(mib * MIB)).unwrap();
+    let take = |mib: u64| rig.alloc(&s, mib * MIB);
     let (a, gap, b, other, c) = (take(64), take(16), take(64), take(16), take(64));
     drop((gap, other));
     rig.pool.trim(0).unwrap();
@@ -638,12 +506,12 @@ fn scattered_handles_are_released_before_a_request_is_refused() {
 fn a_request_that_can_never_fit_trims_no_cache() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 64, |config| config.wait = Duration::ZERO);
     let s = rig.stream();
-    let _live = rig.pool.alloc(&s, Request::bytes(32 * MIB)).unwrap();
-    drop(rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap());
+    let _live = rig.alloc(&s, 32 * MIB);
+    drop(rig.alloc(&s, 16 * MIB));
     assert!(rig.pool.alloc(&s, Request::bytes(34 * MIB)).is_err());
-    let before = rig.sim.driver().calls().get(Call::HandleCreate);
-    drop(rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap());
-    assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), before);
+    let before = rig.calls(Call::HandleCreate);
+    drop(rig.alloc(&s, 16 * MIB));
+    assert_eq!(rig.calls(Call::HandleCreate), before);
 }
 
 /// Equal streams near the limit. No single stream has enough room for the request.
@@ -654,11 +522,7 @@ fn equal_streams_share_memory_near_the_limit_without_moving_a_handle() {
         let streams: Vec<_> = (0..count).map(|_| rig.stream()).collect();
         let mut live: Vec<_> = streams
             .iter()
-            .map(|stream| {
-                (0..8)
-                    .map(|_| rig.pool.alloc(stream, Request::bytes(MIB)).unwrap())
-                    .collect::<Vec<_>>()
-            })
+            .map(|stream| (0..8).map(|_| rig.alloc(stream, MIB)).collect::<Vec<_>>())
             .collect();
         // Free half of each stream's memory: every other MiB, so that no handle is free.
         live.iter_mut().for_each(|blocks| {
@@ -669,9 +533,7 @@ fn equal_streams_share_memory_near_the_limit_without_moving_a_handle() {
             });
         });
         // One stream takes what all streams have freed.
-        let taken: Vec<_> = (0..count * 4)
-            .map(|_| rig.pool.alloc(&streams[0], Request::bytes(MIB)).unwrap())
-            .collect();
+        let taken: Vec<_> = (0..count * 4).map(|_| rig.alloc(&streams[0], MIB)).collect();
         let stats = rig.pool.stats();
         assert_eq!((stats.moves, stats.physical), (0, count * 8 * MIB), "{count} streams");
         drop((taken, live));

@@ -14,24 +14,16 @@ fn still(limit_mib: u64) -> Rig {
     Rig::on(Sim::h200(1).symbolic().stepped(), limit_mib, |config| config.wait = Duration::ZERO)
 }
 
-fn take(rig: &Rig, stream: &Stream, mib: u64) -> Block {
-    rig.pool.alloc(stream, Request::bytes(mib * MIB)).unwrap()
-}
-
-fn calls(rig: &Rig, call: Call) -> u64 {
-    rig.sim.driver().calls().get(call)
-}
-
 /// Moves two handles whose work has not run, and then runs it: their old mappings are to be removed
 /// now. Returns the live blocks, all of 8 MiB.
 fn two_zombies(rig: &Rig, [s, u]: [&Stream; 2]) -> [Block; 3] {
-    let [a, b, c, d] = [0; 4].map(|_| take(rig, s, 2));
+    let [a, b, c, d] = [0; 4].map(|_| rig.take(s, 2));
     for used in [&a, &c] {
         let generation = Some(used.generation());
         rig.sim.access(s.raw(), range(used), Access::Write, generation).unwrap();
     }
     drop((a, c));
-    let moved = take(rig, u, 4);
+    let moved = rig.take(u, 4);
     assert_eq!((rig.pool.stats().physical, rig.pool.stats().moves), (8 * MIB, 2));
     rig.sim.run_all();
     [b, d, moved]
@@ -44,16 +36,14 @@ fn an_old_mapping_that_the_driver_keeps_ends_no_request() {
     let live = two_zombies(&rig, [&s, &u]);
     rig.budget.set_limit(64 * MIB);
     rig.sim.fail_every(Call::Unmap, 1, 999);
-    let before = calls(&rig, Call::Unmap);
+    let before = rig.calls(Call::Unmap);
     let block = rig.pool.alloc(&u, Request::bytes(8 * MIB));
     assert!(block.is_ok(), "{block:?}");
-    assert!(calls(&rig, Call::Unmap) >= before + 2, "the removal of both has been tried");
+    assert!(rig.calls(Call::Unmap) >= before + 2, "the removal of both has been tried");
     drop((block, live));
     rig.sim.clear_failures();
     rig.sim.run_all();
-    rig.pool.trim(0).unwrap();
-    assert_eq!(rig.budget.used(), 0);
-    rig.assert_silent();
+    rig.assert_empty();
 }
 
 #[test]
@@ -67,20 +57,20 @@ fn a_trim_releases_all_that_the_driver_takes_and_reports_the_rest() {
             2 * MIB
         },
         |rig, [s, _]| {
-            let stable = rig.pool.alloc_stable(s, Request::bytes(2 * MIB)).unwrap();
-            drop((take(rig, s, 6), stable));
+            let stable = rig.stable(s, 2 * MIB);
+            drop((rig.take(s, 6), stable));
             2 * MIB
         },
         |rig, [s, _]| {
             let parkable = rig.pool.parkable(Tag::named("of a trim")).unwrap();
             let block = parkable.alloc(s, Request::bytes(MIB)).unwrap();
             let slot = parkable.stats().physical;
-            drop((take(rig, s, 4), block));
+            drop((rig.take(s, 4), block));
             slot
         },
         |rig, [s, _]| {
             // A live block between two runs of free memory, which are unmapped in two calls.
-            let [a, b, c] = [0; 3].map(|_| take(rig, s, 2));
+            let [a, b, c] = [0; 3].map(|_| rig.take(s, 2));
             drop((a, c));
             let _leaked = b.into_raw();
             2 * MIB
@@ -105,8 +95,8 @@ fn a_trim_releases_all_that_the_driver_takes_and_reports_the_rest() {
 fn memory_idle_beside_a_refused_mapping_serves_other_memory_of_the_pool() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 8, |config| config.wait = Duration::ZERO);
     let s = rig.stream();
-    let stable = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
-    drop((take(&rig, &s, 6), stable));
+    let stable = rig.stable(&s, 2 * MIB);
+    drop((rig.take(&s, 6), stable));
     // The old block's mapping is refused at the start, and when room is made. The cache's handles
     // suffice.
     (1..=2).for_each(|nth| rig.sim.fail(Call::Unmap, nth, 999));
@@ -114,13 +104,12 @@ fn memory_idle_beside_a_refused_mapping_serves_other_memory_of_the_pool() {
     assert!(block.is_ok(), "{block:?}");
     assert_eq!(rig.pool.stats().pending, 2 * MIB);
     drop(block);
-    rig.pool.trim(0).unwrap();
-    assert_eq!(rig.budget.used(), 0);
+    rig.assert_empty();
 }
 
 /// Leaves three free handles of 2 MiB, none beside another, in a pool whose limit is reached.
 fn three_free(rig: &Rig, s: &Stream) -> [Block; 3] {
-    let [a, b, c, d, e, f] = [0; 6].map(|_| take(rig, s, 2));
+    let [a, b, c, d, e, f] = [0; 6].map(|_| rig.take(s, 2));
     drop((a, c, e));
     assert_eq!(rig.budget.remaining(), 0);
     rig.sim.run_all();
@@ -140,9 +129,7 @@ fn a_request_takes_another_handle_for_one_that_the_driver_keeps_mapped() {
         assert_eq!((stats.moves, stats.physical, stats.cached), (2, 12 * MIB, 2 * MIB));
         drop((block, live));
         rig.sim.run_all();
-        rig.pool.trim(0).unwrap();
-        assert_eq!(rig.budget.used(), 0);
-        rig.assert_silent();
+        rig.assert_empty();
     }
 }
 
@@ -159,6 +146,6 @@ fn a_request_without_room_names_the_call_by_which_the_driver_keeps_memory() {
     assert_eq!(error.driver.map(|refused| (refused.call, refused.code)), Some(("cuMemUnmap", 999)));
     assert_eq!((rig.pool.stats().cached, rig.budget.used()), (6 * MIB, 12 * MIB));
     rig.sim.clear_failures();
-    drop((rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap(), live));
+    drop((rig.alloc(&s, 4 * MIB), live));
     rig.assert_silent();
 }

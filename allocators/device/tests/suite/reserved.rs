@@ -3,12 +3,12 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::single_range_in_vec_init, reason = "one range is what is meant")]
 
-use crate::support::{self, MIB, Rig};
+use crate::support::{MIB, Rig, assert_returned, plain};
 use aquifer_core::{Action, Event, MemoryError, Recorder, event::RingSink};
-use aquifer_device::{DevicePool, Request, Reserved};
+use aquifer_device::{DevicePool, Reserved};
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange,
-    sim::{DeviceConfig, Sim, SimConfig, ViolationKind},
+    sim::{Sim, ViolationKind},
 };
 use aquifer_stream::Stream;
 use std::{ops::Range, sync::Arc, time::Duration};
@@ -68,11 +68,11 @@ fn steps_have_the_pools_handle_size_or_the_requested_one() {
     r.commit_to(1).unwrap();
     assert_eq!((r.step(), rig.budget.used()), (4 * MIB, 4 * MIB));
     assert_eq!(r.committed(), [0..100], "no further than there are elements");
-    let creates = rig.sim.driver().calls().get(Call::HandleCreate);
+    let creates = rig.calls(Call::HandleCreate);
     let mut r = rig.pool.reserve_in_steps::<u8>(&s, 64 << 20, 31 * MIB).unwrap();
     r.commit_to(1).unwrap();
     assert_eq!((r.step(), rig.budget.used()), (32 * MIB, 36 * MIB));
-    assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), creates + 1);
+    assert_eq!(rig.calls(Call::HandleCreate), creates + 1);
 }
 
 #[test]
@@ -119,31 +119,6 @@ fn decommit_releases_only_whole_steps_and_the_rest_keeps_its_bytes() {
     assert_eq!(rig.budget.used(), 12 * MIB);
     assert!(read(&s, &r, 0..STEP).iter().all(|&byte| byte == 1));
     assert!(read(&s, &r, 3 * STEP..8 * STEP).iter().all(|&byte| byte == 1));
-    rig.assert_silent();
-}
-
-#[test]
-fn decommit_never_waits_and_unmaps_only_after_the_work_is_done() {
-    let rig = Rig::stepped(32);
-    let (s, u) = (rig.stream(), rig.stream());
-    let mut r = rig.pool.reserve::<u8>(&s, 4 * STEP).unwrap();
-    r.commit_to(4 * STEP).unwrap();
-    fill(&s, &mut r, 0..4 * STEP, 1);
-    let mut to = rig.bytes(&u, STEP as u64);
-    u.copy(r.slice(2 * STEP..3 * STEP).unwrap(), &mut to).unwrap();
-    let calls = rig.sim.driver().calls().made();
-    assert_eq!(r.decommit(STEP..4 * STEP), Ok(6 * MIB));
-    assert_eq!(rig.sim.driver().calls().made(), calls);
-    rig.pool.trim(u64::MAX).unwrap();
-    assert_eq!(r.committed_bytes(), 2 * MIB);
-    assert_eq!(rig.pool.stats().pending, 6 * MIB, "queued work may still use it");
-    s.synchronize().unwrap();
-    rig.pool.trim(u64::MAX).unwrap();
-    assert_eq!(rig.pool.stats().pending, 6 * MIB, "the copy of the other stream has not run");
-    u.synchronize().unwrap();
-    rig.pool.trim(u64::MAX).unwrap();
-    assert_eq!(rig.pool.stats().pending, 0);
-    assert!(support::read(&u, &to).iter().all(|&byte| byte == 1));
     rig.assert_silent();
 }
 
@@ -256,27 +231,6 @@ fn uses_of_the_remaining_part_are_kept_after_a_partial_decommit() {
 }
 
 #[test]
-fn memory_with_an_open_use_is_busy_until_the_use_is_finished() {
-    let rig = Rig::new(16);
-    let (s, u) = (rig.stream(), rig.stream());
-    let mut r = rig.pool.reserve::<u8>(&s, 2 * STEP).unwrap();
-    r.commit_to(2 * STEP).unwrap();
-    let used = r.prepare(&u, Access::Write).unwrap();
-    r.decommit(STEP..2 * STEP).unwrap();
-    rig.pool.trim(0).unwrap();
-    assert_eq!(rig.budget.used(), 4 * MIB);
-    assert_eq!(r.commit_to(2 * STEP), Err(MemoryError::Busy { address: r.address() }));
-    assert_eq!((r.committed(), rig.pool.stats().pending), (vec![0..STEP], 2 * MIB));
-    rig.sim
-        .access(u.raw(), range_of(&r, STEP..2 * STEP), Access::Write, Some(r.generation()))
-        .unwrap();
-    used.finish().unwrap();
-    r.commit_to(2 * STEP).unwrap();
-    fill(&s, &mut r, 0..2 * STEP, 1);
-    rig.assert_silent();
-}
-
-#[test]
 fn use_after_decommit_is_reported() {
     let rig = Rig::new(16);
     let s = rig.stream();
@@ -286,45 +240,6 @@ fn use_after_decommit_is_reported() {
     r.decommit(STEP..2 * STEP).unwrap();
     rig.sim.access(s.raw(), stale, Access::Read, Some(r.generation())).unwrap();
     assert_eq!(rig.sim.violations()[0].kind, ViolationKind::UseAfterFree);
-}
-
-#[test]
-fn a_commit_that_fails_halfway_changes_nothing() {
-    for call in [Call::HandleCreate, Call::Map, Call::SetAccess] {
-        for nth in 1..=4 {
-            let rig = Rig::on(Sim::h200(1), 32, |config| config.wait = Duration::ZERO);
-            let s = rig.stream();
-            let mut r = rig.pool.reserve::<u8>(&s, 8 * STEP).unwrap();
-            r.commit(2 * STEP..3 * STEP).unwrap();
-            r.commit(5 * STEP..6 * STEP).unwrap();
-            fill(&s, &mut r, 5 * STEP..6 * STEP, 5);
-            r.decommit(2 * STEP..3 * STEP).unwrap();
-            let (stats, outstanding) = (rig.pool.stats(), rig.sim.outstanding());
-            rig.sim.fail(call, nth, 999);
-            match r.commit_to(8 * STEP) {
-                Ok(()) => assert!(call == Call::SetAccess && nth > 3, "{call:?} {nth} was not met"),
-                Err(error) => {
-                    assert!(matches!(error, MemoryError::Driver(e) if e.code == 999), "{error:?}");
-                    assert_eq!(r.committed(), [5 * STEP..6 * STEP]);
-                    let after = rig.pool.stats();
-                    assert_eq!(
-                        (stats.live, stats.pending),
-                        (after.live, after.pending),
-                        "{call:?} {nth}"
-                    );
-                    assert_eq!(
-                        (stats.physical, rig.budget.used()),
-                        (after.physical, after.physical)
-                    );
-                    assert_eq!(outstanding, rig.sim.outstanding(), "{call:?} {nth}");
-                    assert_eq!(r.commit_to(8 * STEP), Ok(()), "{call:?} {nth}");
-                }
-            }
-            assert!(read(&s, &r, 5 * STEP..6 * STEP).iter().all(|&byte| byte == 5));
-            fill(&s, &mut r, 0..8 * STEP, 1);
-            rig.assert_silent();
-        }
-    }
 }
 
 #[test]
@@ -349,7 +264,7 @@ fn a_step_that_cannot_be_rolled_back_stays_charged_and_is_reused() {
 fn a_commit_beyond_the_budget_is_refused_whole_after_reclaim() {
     let rig = Rig::new(8);
     let s = rig.stream();
-    drop(rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap());
+    drop(rig.alloc(&s, 8 * MIB));
     let mut r = rig.pool.reserve::<u8>(&s, 8 * STEP).unwrap();
     r.commit_to(3 * STEP).unwrap();
     assert_eq!(
@@ -363,7 +278,7 @@ fn a_commit_beyond_the_budget_is_refused_whole_after_reclaim() {
     assert_eq!(r.committed(), [0..3 * STEP]);
     r.commit_to(4 * STEP).unwrap();
     r.decommit(0..2 * STEP).unwrap();
-    let block = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
+    let block = rig.alloc(&s, 4 * MIB);
     assert_eq!(block.capacity(), 4 * MIB, "an allocation takes what was decommitted");
     rig.assert_silent();
 }
@@ -378,7 +293,7 @@ fn reserved_memory_grows_while_other_streams_use_committed_parts() {
         fill(&u, &mut r, (step - 1) * STEP..step * STEP, step as u8);
         r.commit_to((step + 1) * STEP).unwrap();
     }
-    assert_eq!(rig.sim.driver().calls().get(Call::StreamSynchronize), 0);
+    assert_eq!(rig.calls(Call::StreamSynchronize), 0);
     for step in 1..16 {
         assert!(
             read(&s, &r, (step - 1) * STEP..step * STEP).iter().all(|&byte| byte == step as u8)
@@ -400,9 +315,7 @@ fn reserved_memory_may_outlive_its_pool_and_then_releases_everything() {
     r.decommit(0..STEP).unwrap();
     drop(s);
     drop(r);
-    assert_eq!(budget.used(), 0);
-    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
-    assert!(sim.violations().is_empty());
+    assert_returned(&sim, &budget);
 }
 
 #[test]
@@ -414,9 +327,7 @@ fn invalid_and_unsatisfiable_reservations_are_refused() {
     assert!(matches!(rig.pool.reserve::<u64>(&s, usize::MAX), Err(MemoryError::TooLarge { .. })));
     let other = DevicePool::open(rig.sim.driver(), DeviceId(1), Default::default()).unwrap();
     assert!(matches!(other.reserve::<u8>(&s, 5), Err(MemoryError::WrongDevice { .. })));
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    let without = Rig::on(Sim::new(config), 16, |_| ());
+    let without = Rig::on(plain(), 16, |_| ());
     let s = without.stream();
     assert!(matches!(without.pool.reserve::<u8>(&s, 5), Err(MemoryError::Unsupported { .. })));
 }
@@ -445,9 +356,6 @@ fn a_commit_in_one_thread_and_a_trim_in_another_never_lose_memory() {
         });
         r.decommit(0..8 * STEP).unwrap();
         s.synchronize().unwrap();
-        rig.pool.trim(0).unwrap();
-        let stats = rig.pool.stats();
-        assert_eq!((stats.live, stats.pending, stats.physical, rig.budget.used()), (0, 0, 0, 0));
-        rig.assert_silent();
+        rig.assert_empty();
     }
 }

@@ -1,42 +1,24 @@
 //! Tests of how much idle memory a pool keeps: the release threshold, the warm reserve, and the cap
 //! on each stream's cache.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{MIB, Rig, range, read};
+use crate::support::{MEMORY, MIB, Rig, assert_returned, plain, range, read};
 use aquifer_core::{Budget, MemoryError, OpaqueBlock};
-use aquifer_device::{Adoption, Block, DevicePool, PoolConfig, Request};
-use aquifer_driver::{
-    Access, Call, DeviceId,
-    sim::{DeviceConfig, Sim, SimConfig},
-};
+use aquifer_device::{Adoption, DevicePool, PoolConfig, Request};
+use aquifer_driver::{Access, Call, DeviceId, sim::Sim};
 use aquifer_stream::Stream;
 use std::{any::Any, time::Duration};
 
-/// Driver calls that concern memory. Those for events are not included.
-const MEMORY: [Call; 6] = [
-    Call::HandleCreate,
-    Call::HandleRelease,
-    Call::Map,
-    Call::Unmap,
-    Call::SetAccess,
-    Call::MemAlloc,
-];
-
 fn memory_calls(rig: &Rig) -> u64 {
-    MEMORY.iter().map(|&call| rig.sim.driver().calls().get(call)).sum()
+    MEMORY.iter().map(|&call| rig.calls(call)).sum()
 }
 
 fn rig(limit_mib: u64, set: impl FnOnce(&mut PoolConfig)) -> Rig {
     Rig::on(Sim::h200(1).symbolic(), limit_mib, set)
 }
 
-fn take(rig: &Rig, stream: &Stream, mib: u64) -> Block {
-    rig.pool.alloc(stream, Request::bytes(mib * MIB)).unwrap()
-}
-
 /// Allocates blocks of 4 MiB, all live at once, and frees them.
 fn fill(rig: &Rig, stream: &Stream, blocks: u64) {
-    let held: Vec<_> = (0..blocks).map(|_| take(rig, stream, 4)).collect();
+    let held: Vec<_> = (0..blocks).map(|_| rig.take(stream, 4)).collect();
     drop(held);
 }
 
@@ -49,14 +31,10 @@ fn idle_memory_above_the_threshold_is_released_at_the_next_slow_path() {
         let (s, u) = (rig.stream(), rig.stream());
         fill(&rig, &s, 10);
         assert_eq!(rig.pool.stats().physical, 40 * MIB, "a free gives nothing back");
-        let unmaps = rig.sim.driver().calls().get(Call::Unmap);
-        drop(take(&rig, &s, 4));
-        assert_eq!(
-            rig.sim.driver().calls().get(Call::Unmap),
-            unmaps,
-            "nor does what a cache serves"
-        );
-        let _live = take(&rig, &u, 4);
+        let unmaps = rig.calls(Call::Unmap);
+        drop(rig.take(&s, 4));
+        assert_eq!(rig.calls(Call::Unmap), unmaps, "nor does what a cache serves");
+        let _live = rig.take(&u, 4);
         assert_eq!(rig.pool.stats().physical, held * MIB, "of {threshold}");
         assert_eq!(rig.budget.used(), held * MIB);
         rig.assert_silent();
@@ -71,8 +49,8 @@ fn a_synchronisation_and_a_poll_release_idle_memory_above_the_threshold() {
         for (threshold, held) in [(u64::MAX, 44), (36 * MIB, 40), (16 * MIB, 20), (0, 4)] {
             let rig = rig(1024, |config| config.release_threshold = threshold);
             let (s, u) = (rig.stream(), rig.stream());
-            let _live = take(&rig, &s, 4);
-            let block = take(&rig, &s, 4);
+            let _live = rig.take(&s, 4);
+            let block = rig.take(&s, 4);
             let used = block.prepare(&u, Access::Write).unwrap();
             let generation = Some(block.generation());
             rig.sim.access(u.raw(), range(&block), Access::Write, generation).unwrap();
@@ -99,10 +77,8 @@ fn a_synchronisation_releases_only_memory_whose_work_is_done() {
         config.release_threshold = 0;
     });
     let (s, u) = (rig.stream(), rig.stream());
-    let block = take(&rig, &s, 8);
-    let used = block.prepare(&u, Access::Write).unwrap();
-    rig.sim.access(u.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
-    used.finish().unwrap();
+    let block = rig.take(&s, 8);
+    rig.uses(&u, &block, Access::Write);
     drop(block);
     s.synchronize().unwrap();
     assert_eq!(rig.pool.stats().physical, 8 * MIB, "`u` still writes it");
@@ -115,7 +91,7 @@ fn a_synchronisation_releases_only_memory_whose_work_is_done() {
 fn a_trim_enforces_the_threshold_whatever_its_target() {
     let rig = rig(1024, |config| config.release_threshold = 8 * MIB);
     let s = rig.stream();
-    let _live = take(&rig, &s, 4);
+    let _live = rig.take(&s, 4);
     fill(&rig, &s, 10);
     assert_eq!(rig.pool.trim(u64::MAX), Ok(32 * MIB));
     assert_eq!(rig.pool.stats().physical, 12 * MIB);
@@ -129,13 +105,13 @@ fn memory_above_the_threshold_is_released_only_when_its_work_is_done() {
         (config.release_threshold, config.adoption) = (0, Adoption::DoneOnly);
     });
     let (s, u) = (rig.stream(), rig.stream());
-    let block = take(&rig, &s, 32);
-    rig.sim.access(s.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
+    let block = rig.take(&s, 32);
+    rig.write(&s, &block);
     drop(block);
-    let live = [take(&rig, &u, 4)];
+    let live = [rig.take(&u, 4)];
     assert_eq!(rig.pool.stats().physical, 36 * MIB);
     rig.sim.run_all();
-    let more = take(&rig, &u, 4);
+    let more = rig.take(&u, 4);
     assert_eq!(rig.pool.stats().physical, 8 * MIB);
     drop((live, more));
     rig.assert_silent();
@@ -154,10 +130,10 @@ fn a_loop_at_the_threshold_makes_no_memory_call_after_its_second_round() {
                 let before = memory_calls(&rig);
                 for at in 0..2 * streams.len() {
                     let held: Vec<_> =
-                        (0..8).map(|n| take(&rig, &streams[(at + n) % streams.len()], 4)).collect();
+                        (0..8).map(|n| rig.take(&streams[(at + n) % streams.len()], 4)).collect();
                     drop(held);
                     // The point of lowest use.
-                    drop(take(&rig, &streams[(at + 1) % streams.len()], 1));
+                    drop(rig.take(&streams[(at + 1) % streams.len()], 1));
                 }
                 memory_calls(&rig) - before
             };
@@ -173,29 +149,12 @@ fn memory_no_longer_needed_stays_released_while_the_program_grows_slightly() {
     let rig = rig(1024, |config| config.release_threshold = 4 * MIB);
     let (s, u) = (rig.stream(), rig.stream());
     fill(&rig, &s, 64);
-    let mut live = vec![take(&rig, &u, 4)];
+    let mut live = vec![rig.take(&u, 4)];
     assert_eq!(rig.pool.stats().physical, 8 * MIB);
     for mib in 1..10 {
-        live.push(take(&rig, &u, mib));
+        live.push(rig.take(&u, mib));
         let stats = rig.pool.stats();
         assert!(stats.physical <= stats.live + 64 * MIB, "{stats:?}");
-    }
-}
-
-#[test]
-fn a_failed_release_fails_no_request_and_loses_no_byte() {
-    for nth in 1..4 {
-        let rig = rig(1024, |config| config.release_threshold = 0);
-        let (s, u) = (rig.stream(), rig.stream());
-        fill(&rig, &s, 10);
-        rig.sim.fail(Call::Unmap, nth, 999);
-        let _live = take(&rig, &u, 4);
-        let stats = rig.pool.stats();
-        assert_eq!(stats.physical, rig.budget.used());
-        assert_eq!(stats.live + stats.cached, stats.physical, "{stats:?}");
-        rig.sim.clear_failures();
-        rig.pool.trim(0).unwrap();
-        assert_eq!(rig.budget.used(), 4 * MIB);
     }
 }
 
@@ -205,15 +164,14 @@ fn a_warm_reserve_is_mapped_ahead_and_serves_any_stream_without_a_memory_call() 
     assert_eq!((rig.pool.stats().physical, rig.budget.used()), (64 * MIB, 64 * MIB));
     let (s, u) = (rig.stream(), rig.stream());
     let before = memory_calls(&rig);
-    let blocks = [take(&rig, &s, 20), take(&rig, &u, 20), take(&rig, &s, 1), take(&rig, &u, 1)];
+    let blocks = [rig.take(&s, 20), rig.take(&u, 20), rig.take(&s, 1), rig.take(&u, 1)];
     assert_eq!(memory_calls(&rig), before);
     assert_eq!(rig.pool.stats().physical, 64 * MIB);
     rig.assert_silent();
     drop(blocks);
     let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
     drop((s, u, rig));
-    assert_eq!(budget.used(), 0);
-    assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
+    assert_returned(&sim, &budget);
 }
 
 #[test]
@@ -222,7 +180,7 @@ fn neither_a_trim_nor_the_threshold_releases_the_reserve() {
         rig(1024, |config| (config.warm_reserve, config.release_threshold) = (32 * MIB, 32 * MIB));
     let (s, u) = (rig.stream(), rig.stream());
     fill(&rig, &s, 16);
-    let live = take(&rig, &u, 4);
+    let live = rig.take(&u, 4);
     assert_eq!(rig.pool.stats().physical, 36 * MIB);
     assert_eq!(rig.pool.trim(0), Ok(4 * MIB));
     drop(live);
@@ -238,11 +196,11 @@ fn pressure_releases_the_reserve() {
     // A stable block, which has a handle of its own.
     let rig = rig(32, |config| config.warm_reserve = 32 * MIB);
     let s = rig.stream();
-    let stable = rig.pool.alloc_stable(&s, Request::bytes(24 * MIB)).unwrap();
+    let stable = rig.stable(&s, 24 * MIB);
     assert_eq!(rig.pool.stats().physical, 32 * MIB);
     drop(stable);
     // A block that needs the memory idle elsewhere.
-    drop(take(&rig, &s, 32));
+    drop(rig.take(&s, 32));
     // Another pool under the same budget.
     let config = PoolConfig::with_budget(rig.budget.clone());
     let other = DevicePool::open(rig.sim.driver(), DeviceId(0), config).unwrap();
@@ -262,7 +220,7 @@ fn a_reserve_that_cannot_be_allocated_changes_nothing() {
         for code in [2, 999] {
             let rig = rig(1024, |_| ());
             let s = rig.stream();
-            let _live = take(&rig, &s, 4);
+            let _live = rig.take(&s, 4);
             // Out of memory is retried with smaller handles first.
             (1..200).for_each(|nth| rig.sim.fail(call, nth, code));
             assert!(rig.pool.warm(64 * MIB).is_err(), "{call:?}");
@@ -278,7 +236,7 @@ fn a_reserve_that_cannot_be_allocated_changes_nothing() {
     }
     let rig = rig(32, |_| ());
     let s = rig.stream();
-    let _live = take(&rig, &s, 4);
+    let _live = rig.take(&s, 4);
     assert!(
         matches!(rig.pool.warm(34 * MIB), Err(MemoryError::OutOfMemory(error)) if error.refused.is_some_and(|refused| refused.limit == 32 * MIB))
     );
@@ -304,9 +262,7 @@ fn settings_that_contradict_each_other_are_refused_by_name() {
     let both = |c: &mut PoolConfig| (c.warm_reserve, c.release_threshold) = (8 * MIB, 8 * MIB - 1);
     refused(open(&sim, &both), "release_threshold");
     refused(open(&sim, &|c| (c.warm_reserve, c.bypass) = (MIB, true)), "bypass");
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    let plain = Sim::new(config).symbolic();
+    let plain = plain().symbolic();
     for set in
         [&|c: &mut PoolConfig| c.warm_reserve = MIB, &|c: &mut PoolConfig| c.stream_cache = MIB]
             as [&dyn Fn(&mut PoolConfig); 2]
@@ -344,8 +300,8 @@ fn idle_memory_above_a_streams_cap_serves_other_streams() {
             let (s, u) = (rig.stream(), rig.stream());
             fill(&rig, &s, 10);
             // This finds the memory above the cap and may take part of it.
-            let mut live = vec![take(&rig, &u, 4)];
-            live.extend((0..3).map(|_| take(&rig, &u, 4)));
+            let mut live = vec![rig.take(&u, 4)];
+            live.extend((0..3).map(|_| rig.take(&u, 4)));
             assert_eq!(
                 rig.pool.stats().physical,
                 (40 + grown) * MIB,
@@ -354,7 +310,7 @@ fn idle_memory_above_a_streams_cap_serves_other_streams() {
             // Memory within the cap is where it was.
             let before = rig.sim.driver().calls().made();
             let own = (cap.min(40 * MIB) / (4 * MIB)).min(10);
-            live.extend((0..own).map(|_| take(&rig, &s, 4)));
+            live.extend((0..own).map(|_| rig.take(&s, 4)));
             assert_eq!(rig.sim.driver().calls().made(), before);
             rig.assert_silent();
         }
@@ -368,13 +324,13 @@ fn memory_above_the_cap_stays_with_its_stream_until_its_work_is_done() {
         config.wait = Duration::ZERO;
     });
     let (s, u) = (rig.stream(), rig.stream());
-    let block = take(&rig, &s, 32);
-    rig.sim.access(s.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
+    let block = rig.take(&s, 32);
+    rig.write(&s, &block);
     drop(block);
-    let one = take(&rig, &u, 4);
+    let one = rig.take(&u, 4);
     assert_eq!(rig.pool.stats().physical, 36 * MIB);
     rig.sim.run_all();
-    let two = take(&rig, &u, 4);
+    let two = rig.take(&u, 4);
     assert_eq!(rig.pool.stats().physical, 36 * MIB);
     drop((one, two));
     rig.assert_silent();
@@ -421,12 +377,12 @@ fn one_trim_releases_the_memory_of_a_dropped_stream() {
 fn one_trim_releases_blocks_kept_by_other_blocks() {
     let rig = rig(1024, |_| ());
     let (s, u) = (rig.stream(), rig.stream());
-    let stable = rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
+    let stable = rig.stable(&s, 4 * MIB);
     let mut kept: Box<dyn Any + Send + Sync> = Box::new(stable);
     // Each block is used by another stream, keeps the previous one, and lies in memory of its
     // own.
     for _ in 0..3 {
-        let mut block = take(&rig, &s, 40);
+        let mut block = rig.take(&s, 40);
         block.keep_until_free(kept);
         block.prepare(&u, Access::Read).unwrap().finish().unwrap();
         kept = Box::new(block);

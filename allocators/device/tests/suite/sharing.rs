@@ -3,24 +3,19 @@
 #![expect(unsafe_code, reason = "receives memory that others work with")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{MIB, Rig, read};
+use crate::support::{MIB, Random, Rig, plain, read};
 use aquifer_core::{Budget, MemoryError, Tag};
 use aquifer_device::{
     Block, DeviceBuffer, DevicePool, PoolConfig, ReceivedBlock, Request, ShareError, check_peer,
 };
 use aquifer_driver::{
     Call, DeviceId, ExportTypes,
-    sim::{DeviceConfig, Sim, SimConfig},
+    sim::{Sim, SimConfig},
 };
 use aquifer_stream::Stream;
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use std::{
-    fs::File,
-    io::{IoSlice, Read, Write},
-    os::{
-        fd::{AsRawFd, RawFd},
-        unix::net::UnixStream,
-    },
+    io::{Read, Write},
+    os::unix::net::UnixStream,
     thread,
     time::Duration,
 };
@@ -153,8 +148,7 @@ fn the_device_keeps_memory_that_a_receiver_maps_when_the_sender_is_gone() {
     let theirs = pass(&rig, &other, &u, block.block(), "");
     s.synchronize().unwrap();
     drop((block, s));
-    rig.pool.trim(0).unwrap();
-    assert_eq!(rig.budget.used(), 0, "the sender has freed and released it");
+    rig.assert_empty();
     assert_eq!(read_back(&u, &theirs), vec![5; 4 * MIB as usize]);
     // Without `close`, a trim unmaps it.
     drop(theirs);
@@ -185,9 +179,9 @@ fn a_close_while_a_capture_is_announced_leaves_the_device_alone() {
     let block = filled(&rig, &s, 4 * MIB, 5);
     let theirs = pass(&rig, &other, &s, block.block(), "");
     let announced = other.graph_pool().unwrap().announce(&u).unwrap();
-    let waits = rig.sim.driver().calls().get(Call::DeviceSynchronize);
+    let waits = rig.calls(Call::DeviceSynchronize);
     assert_eq!(theirs.close(), Ok(false));
-    assert_eq!(rig.sim.driver().calls().get(Call::DeviceSynchronize), waits);
+    assert_eq!(rig.calls(Call::DeviceSynchronize), waits);
     drop(announced);
     other.trim(0).unwrap();
     drop(block);
@@ -201,7 +195,7 @@ fn a_close_while_a_capture_is_announced_leaves_the_device_alone() {
 fn stable_blocks_and_blocks_of_graph_pools_are_shared_too() {
     let rig = sharing(64, |_| ());
     let (s, other) = (rig.stream(), other_pool(&rig));
-    let stable = rig.pool.alloc_stable(&s, Request::bytes(3 * MIB)).unwrap();
+    let stable = rig.stable(&s, 3 * MIB);
     let graphs = rig.pool.graph_pool().unwrap();
     let raw = s.raw();
     let announced = graphs.announce_all_where(move |stream| stream == raw).unwrap();
@@ -229,19 +223,17 @@ fn stable_blocks_and_blocks_of_graph_pools_are_shared_too() {
 
 #[test]
 fn memory_that_was_not_created_for_it_is_refused_before_anything_is_sent() {
-    let mut plain = SimConfig::h200(1);
-    plain.devices = vec![DeviceConfig::without_virtual_memory()];
     let mut without_files = SimConfig::h200(1);
     without_files.devices[0].info.export_types = ExportTypes::NONE;
     let shareable = |config: &mut PoolConfig| config.shareable = true;
     let rigs = [
         Rig::new(64),
-        Rig::on(Sim::new(plain), 64, shareable),
+        Rig::on(plain(), 64, shareable),
         Rig::on(Sim::new(without_files), 64, shareable),
     ];
     for rig in rigs {
         let s = rig.stream();
-        let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+        let block = rig.alloc(&s, MIB);
         let refused = rig.pool.share(&block, "").unwrap_err();
         assert!(
             matches!(refused, ShareError::Memory(MemoryError::Unsupported { .. })),
@@ -249,7 +241,7 @@ fn memory_that_was_not_created_for_it_is_refused_before_anything_is_sent() {
         );
     }
     let rig = sharing(64, |_| ());
-    let block = rig.pool.alloc(&rig.stream(), Request::bytes(MIB)).unwrap();
+    let block = rig.alloc(&rig.stream(), MIB);
     assert!(matches!(
         rig.pool.share(&block, &"x".repeat(65)),
         Err(ShareError::BadField { value: 65, .. })
@@ -262,14 +254,14 @@ fn where_the_system_forbids_exportable_memory_blocks_are_served_without() {
     let s = rig.stream();
     // CUDA_ERROR_NOT_PERMITTED.
     rig.sim.fail(Call::HandleCreate, 1, 800);
-    let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+    let block = rig.alloc(&s, MIB);
     let refused = rig.pool.share(&block, "").unwrap_err();
     assert!(matches!(refused, ShareError::Memory(MemoryError::Unsupported { .. })), "{refused}");
     // A lack of memory is no such refusal.
     rig.sim.fail_every(Call::HandleCreate, 1, 2);
     assert!(rig.pool.alloc_stable(&s, Request::bytes(40 * MIB)).is_err());
     rig.sim.clear_failures();
-    let large = rig.pool.alloc_stable(&s, Request::bytes(40 * MIB)).unwrap();
+    let large = rig.stable(&s, 40 * MIB);
     assert!(rig.pool.share(large.block(), "").is_ok());
     rig.assert_silent();
 }
@@ -282,7 +274,7 @@ fn memory_that_can_be_parked_is_not_shared_since_it_does_not_stay() {
     let graphs = rig.pool.parkable_graph_pool(tag).unwrap();
     let raw = s.raw();
     let announced = graphs.announce_all_where(move |stream| stream == raw).unwrap();
-    let of_graph = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+    let of_graph = rig.alloc(&s, MIB);
     drop(announced);
     for block in [of_graph, parkable.alloc(&s, Request::bytes(MIB)).unwrap()] {
         let refused = rig.pool.share(&block, "").unwrap_err();
@@ -293,117 +285,7 @@ fn memory_that_can_be_parked_is_not_shared_since_it_does_not_stay() {
     }
 }
 
-/// The bytes of a message, without its descriptors.
-fn message(rig: &Rig, block: &Block) -> Vec<u8> {
-    let (here, mut there) = UnixStream::pair().unwrap();
-    rig.pool.share(block, "a name").unwrap().send(&here).unwrap();
-    drop(here);
-    let mut bytes = Vec::new();
-    there.read_to_end(&mut bytes).unwrap();
-    bytes
-}
-
 const HEADER: usize = 152;
-
-fn send_with(socket: &UnixStream, bytes: &[u8], descriptors: &[RawFd]) {
-    let rights = [ControlMessage::ScmRights(descriptors)];
-    let control = if descriptors.is_empty() { &[] } else { &rights[..] };
-    let parts = [IoSlice::new(bytes)];
-    let sent = sendmsg::<()>(socket.as_raw_fd(), &parts, control, MsgFlags::empty(), None).unwrap();
-    assert_eq!(sent, bytes.len());
-}
-
-/// A name, what is sent, with which descriptors at the header and at the sizes, and what is said of
-/// it.
-type Case = (&'static str, Vec<u8>, Vec<RawFd>, Vec<RawFd>, &'static str);
-
-#[test]
-fn no_message_of_another_form_is_mapped_and_nothing_of_it_stays() {
-    let rig = sharing(64, |_| ());
-    let (s, other) = (rig.stream(), other_pool(&rig));
-    let block = filled(&rig, &s, MIB, 1);
-    let valid = message(&rig, block.block());
-    assert_eq!(valid.len(), HEADER + 8, "one handle");
-    let exportable =
-        rig.sim.driver().handle_create_exportable(DeviceId(0), UNIT, ExportTypes::POSIX_FD);
-    let file = rig.sim.driver().handle_export(exportable.unwrap()).unwrap();
-    let zeros = File::open("/dev/zero").unwrap();
-    let (memory, foreign) = (file.as_raw_fd(), zeros.as_raw_fd());
-    let changed = |at: usize, bytes: &[u8]| {
-        let mut message = valid.clone();
-        message[at..at + bytes.len()].copy_from_slice(bytes);
-        message
-    };
-    let number = |value: u64| value.to_le_bytes();
-    let sized = |bytes: u64| changed(HEADER, &number(bytes));
-    let cases: Vec<Case> = vec![
-        ("nothing", vec![], vec![], vec![], "closed after 0"),
-        ("half a header", valid[..60].to_vec(), vec![], vec![], "closed after 60 of 152"),
-        ("a header alone", valid[..HEADER].to_vec(), vec![], vec![], "closed after 0 of 8"),
-        ("half a size", valid[..HEADER + 3].to_vec(), vec![], vec![memory], "closed after 3 of 8"),
-        ("another magic", changed(0, b"x"), vec![], vec![memory], "no shared block"),
-        ("another version", changed(7, &[9]), vec![], vec![memory], "no shared block"),
-        ("access", changed(12, &[2]), vec![], vec![memory], "access is 2"),
-        ("no handles", changed(8, &[0; 4]), vec![], vec![memory], "number of handles is 0"),
-        ("many handles", changed(8, &[0xff; 4]), vec![], vec![memory], "number of handles"),
-        ("granularity 0", changed(16, &number(0)), vec![], vec![memory], "granularity is 0"),
-        ("granularity 1", changed(16, &number(1)), vec![], vec![memory], "granularity is 1"),
-        ("an offset", changed(24, &number(u64::MAX)), vec![], vec![memory], "offset"),
-        ("an end", changed(24, &number(UNIT)), vec![], vec![memory], "size of the block"),
-        ("no bytes", changed(32, &number(0)), vec![], vec![memory], "size of the block is 0"),
-        ("all bytes", changed(32, &number(u64::MAX)), vec![], vec![memory], "size of the block"),
-        ("more bytes", changed(32, &number(9 * MIB)), vec![], vec![memory], "size of the block"),
-        ("another device", changed(48, b"ffff"), vec![], vec![memory], "on device ffff"),
-        ("no text", changed(88, &[0xff]), vec![], vec![memory], "the name"),
-        ("a long text", changed(80, &number(1 << 60)), vec![], vec![memory], "the name"),
-        ("a handle of nothing", sized(0), vec![], vec![memory], "size of a handle is 0"),
-        ("half a handle", sized(MIB), vec![], vec![memory], "size of a handle"),
-        ("a handle of all", sized(u64::MAX - UNIT + 1), vec![], vec![memory], "size of a handle"),
-        ("a larger handle", sized(2 * UNIT), vec![], vec![memory], "cuMemMap"),
-        ("no descriptor", valid.clone(), vec![], vec![], "0 descriptors instead of 1"),
-        ("two", valid.clone(), vec![], vec![memory; 2], "2 descriptors instead of 1"),
-        ("a hundred", valid.clone(), vec![], vec![memory; 100], "100 descriptors instead of 1"),
-        ("the most", valid.clone(), vec![], vec![memory; 253], "253 descriptors instead of 1"),
-        ("at the header", valid.clone(), vec![memory], vec![memory], "1 descriptors instead of 0"),
-        ("another file", valid.clone(), vec![], vec![foreign], "cuMemImportFromShareableHandle"),
-    ];
-    let before = rig.sim.outstanding();
-    for (what, bytes, at_header, at_sizes, text) in cases {
-        let (here, there) = UnixStream::pair().unwrap();
-        let (header, sizes) = bytes.split_at(bytes.len().min(HEADER));
-        if !header.is_empty() {
-            send_with(&here, header, &at_header);
-        }
-        if !sizes.is_empty() {
-            send_with(&here, sizes, &at_sizes);
-        }
-        drop(here);
-        let refused = receive(&other, &s, &there).unwrap_err();
-        assert!(refused.to_string().contains(text), "{what}: {refused}");
-        // The descriptors that were refused are closed: of these none is open but the first.
-        let opened = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
-        let same = |entry: &std::fs::DirEntry| {
-            let own = std::fs::read_link(format!("/proc/self/fd/{memory}")).ok();
-            own.is_some() && entry_number(entry) != Some(memory) && is_same_file(entry, memory)
-        };
-        assert_eq!(opened.filter(same).count(), 0, "{what}: a descriptor is open");
-        assert_eq!(rig.sim.outstanding(), before, "{what}: something of it is left");
-    }
-    assert_eq!(other.stats().physical, 0);
-    rig.assert_silent();
-}
-
-fn entry_number(entry: &std::fs::DirEntry) -> Option<RawFd> {
-    entry.file_name().to_str()?.parse().ok()
-}
-
-/// Whether an entry of /proc/self/fd is the file behind a descriptor.
-fn is_same_file(entry: &std::fs::DirEntry, descriptor: RawFd) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    let of = |path: &str| std::fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
-    let theirs = entry.path().to_str().and_then(of);
-    theirs.is_some() && theirs == of(&format!("/proc/self/fd/{descriptor}"))
-}
 
 #[test]
 fn a_receiver_waits_no_longer_than_its_sockets_timeout() {
@@ -420,7 +302,7 @@ fn a_receiver_waits_no_longer_than_its_sockets_timeout() {
 fn a_sender_is_told_that_its_receiver_is_gone_and_is_not_killed() {
     let rig = sharing(512, |config| config.handle_bytes = UNIT);
     let s = rig.stream();
-    let block = rig.pool.alloc(&s, Request::bytes(70 * UNIT)).unwrap();
+    let block = rig.alloc(&s, 70 * UNIT);
     let shared = rig.pool.share(&block, "").unwrap();
     let (here, there) = UnixStream::pair().unwrap();
     drop(there);
@@ -487,7 +369,7 @@ fn free_memory_of_a_graph_pool_serves_alone_and_goes_back_to_it() {
     let spare = filled(&rig, &s, 8 * MIB, 1);
     let address = spare.block().address();
     drop(announced);
-    let rest = rig.pool.alloc(&u, Request::bytes(8 * MIB)).unwrap();
+    let rest = rig.alloc(&u, 8 * MIB);
     drop(spare);
     assert!(rig.pool.alloc(&u, Request::bytes(6 * MIB)).is_err());
     let used = rig.budget.used();
@@ -514,7 +396,7 @@ fn a_budget_is_charged_for_shared_memory_once() {
     config.shareable = true;
     let other = DevicePool::open(rig.sim.driver(), DeviceId(0), config).unwrap();
     let s = rig.stream();
-    let block = rig.pool.alloc_stable(&s, Request::bytes(8 * MIB)).unwrap();
+    let block = rig.stable(&s, 8 * MIB);
     let theirs: Vec<_> = (0..3).map(|_| pass(&rig, &other, &s, block.block(), "")).collect();
     assert_eq!(budget.used(), 8 * MIB);
     for theirs in theirs {
@@ -522,18 +404,11 @@ fn a_budget_is_charged_for_shared_memory_once() {
     }
 }
 
-/// A sequence of numbers below a bound.
-fn numbers(mut state: u64) -> impl FnMut(u64) -> u64 {
-    move |below| {
-        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
-        (state >> 33) % below
-    }
-}
-
 #[test]
 fn random_traffic_around_shared_blocks_changes_no_byte_of_them_and_leaves_nothing() {
     for seed in 0..4 {
-        let mut next = numbers(seed);
+        let mut random = Random::new(seed);
+        let mut next = |below: u64| random.below(below);
         let handle_bytes = if seed % 2 == 0 { UNIT } else { 0 };
         let rig = sharing(24, |config| {
             config.handle_bytes = handle_bytes;

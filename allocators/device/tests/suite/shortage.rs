@@ -1,21 +1,12 @@
 //! Tests that out of memory is returned only if releasing all idle memory would not have made room.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{MIB, Rig, range};
-use aquifer_core::{Budget, OpaqueBlock, Tag};
+use crate::support::{MIB, Rig, assert_silent, plain};
+use aquifer_core::{Budget, OpaqueBlock, Result, Tag};
 use aquifer_device::{Adoption, Block, DevicePool, Park, PoolConfig, Request, Reserved};
-use aquifer_driver::{
-    Access, Call, DeviceId, leftovers,
-    sim::{DeviceConfig, Sim, SimConfig},
-};
+use aquifer_driver::{Access, Call, DeviceId, leftovers, sim::Sim};
 use aquifer_stream::Stream;
-use std::{sync::Arc, thread, time::Duration};
-
-fn plain() -> Sim {
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    Sim::new(config)
-}
+use std::{any::Any, sync::Arc, thread, time::Duration};
 
 /// Opens pools on one device, each under the budget given for it, that never wait on the host.
 fn pools<const N: usize>(sim: &Sim, budgets: [&Budget; N]) -> [DevicePool; N] {
@@ -44,66 +35,53 @@ fn idle_memory_last_used_on_another_stream_is_reclaimed_from_a_neighbour() {
     let [first, second] = pools(&sim, [&budget, &budget]);
     let _streams = leave_a_block_that_another_stream_used(&second, 30 * MIB);
     assert!(first.alloc(&first.stream().unwrap(), Request::bytes(60 * MIB)).is_ok());
-    assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+    assert_silent(&sim);
 }
 
 #[test]
 fn one_trim_releases_memory_last_used_on_another_stream() {
     let rig = Rig::on(Sim::h200(1), 64, |_| ());
     let _streams = leave_a_block_that_another_stream_used(&rig.pool, 30 * MIB);
-    rig.pool.trim(0).unwrap();
-    assert_eq!((rig.budget.used(), rig.pool.stats().physical), (0, 0));
-    rig.assert_silent();
+    rig.assert_empty();
 }
 
 /// Returns a pool with 40 MiB idle whose limit was then lowered to 24 MiB.
 fn over_its_limit() -> Rig {
     let rig = Rig::on(Sim::h200(1), 64, |config| config.wait = Duration::ZERO);
-    drop(rig.pool.alloc(&rig.stream(), Request::bytes(40 * MIB)).unwrap());
+    drop(rig.alloc(&rig.stream(), 40 * MIB));
     assert!(rig.budget.set_limit(24 * MIB) >= 16 * MIB);
     rig
 }
 
 #[test]
-fn a_limit_lowered_below_idle_memory_refuses_no_stable_block() {
-    let rig = over_its_limit();
-    let s = rig.stream();
-    let _block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
-    assert!(rig.budget.used() <= 24 * MIB);
-    rig.assert_silent();
-}
-
-#[test]
-fn a_limit_lowered_below_idle_memory_refuses_no_reserved_memory() {
-    let rig = over_its_limit();
-    let s = rig.stream();
-    let mut memory: Reserved<u8> = rig.pool.reserve(&s, 8 << 20).unwrap();
-    memory.commit_to(2 << 20).unwrap();
-    assert!(rig.budget.used() <= 24 * MIB);
-    rig.assert_silent();
-}
-
-#[test]
-fn a_limit_lowered_below_idle_memory_refuses_no_parkable_block() {
-    let rig = over_its_limit();
-    let s = rig.stream();
-    let parkable = rig.pool.parkable(Tag::named("weights")).unwrap();
-    let _block = parkable.alloc(&s, Request::bytes(2 * MIB)).unwrap();
-    assert!(rig.budget.used() <= 24 * MIB);
-    rig.assert_silent();
-}
-
-#[test]
 #[expect(unsafe_code, reason = "captures a graph")]
-fn a_limit_lowered_below_idle_memory_refuses_no_graph_memory() {
-    let rig = over_its_limit();
-    let s = rig.stream();
-    let graphs = rig.pool.graph_pool().unwrap();
-    // SAFETY: 1. and 2. the captured work touches nothing.
-    let made = unsafe { graphs.capture(&s, |s| rig.pool.alloc(s, Request::bytes(2 * MIB))) };
-    assert!(made.is_ok(), "{}", made.err().unwrap());
-    assert!(rig.budget.used() <= 24 * MIB);
-    rig.assert_silent();
+fn a_limit_lowered_below_idle_memory_refuses_no_memory_outside_of_the_caches() {
+    type Way = fn(&Rig, &Stream) -> Result<Box<dyn Any>>;
+    let ways: [Way; 4] = [
+        |rig, s| Ok(Box::new(rig.pool.alloc_stable(s, Request::bytes(2 * MIB))?)),
+        |rig, s| {
+            let mut memory: Reserved<u8> = rig.pool.reserve(s, 8 << 20)?;
+            memory.commit_to(2 << 20)?;
+            Ok(Box::new(memory))
+        },
+        |rig, s| {
+            let parkable = rig.pool.parkable(Tag::named("weights"))?;
+            Ok(Box::new(parkable.alloc(s, Request::bytes(2 * MIB))?))
+        },
+        |rig, s| {
+            let graphs = rig.pool.graph_pool()?;
+            let alloc = |s: &Stream| rig.pool.alloc(s, Request::bytes(2 * MIB));
+            // SAFETY: 1. and 2. the captured work touches nothing.
+            Ok(Box::new(unsafe { graphs.capture(s, alloc) }?))
+        },
+    ];
+    for way in ways {
+        let rig = over_its_limit();
+        let s = rig.stream();
+        let _memory = way(&rig, &s).unwrap();
+        assert!(rig.budget.used() <= 24 * MIB);
+        rig.assert_silent();
+    }
 }
 
 #[test]
@@ -112,9 +90,9 @@ fn a_limit_lowered_below_idle_memory_refuses_no_block_of_the_caches() {
         let rig = Rig::on(Sim::h200(1), 64, |config| {
             (config.wait, config.adoption) = (Duration::ZERO, adoption);
         });
-        drop(rig.pool.alloc(&rig.stream(), Request::bytes(40 * MIB)).unwrap());
+        drop(rig.alloc(&rig.stream(), 40 * MIB));
         rig.budget.set_limit(24 * MIB);
-        let _block = rig.pool.alloc(&rig.stream(), Request::bytes(20 * MIB)).unwrap();
+        let _block = rig.alloc(&rig.stream(), 20 * MIB);
         rig.assert_silent();
     }
 }
@@ -137,7 +115,7 @@ fn a_pool_releases_its_own_idle_memory_for_its_limit_and_reclaims_the_rest() {
     drop(pool.alloc(&s, Request::bytes(10 * MIB)).unwrap());
     drop(neighbour.alloc(&u, Request::bytes(10 * MIB)).unwrap());
     assert!(pool.alloc(&pool.stream().unwrap(), Request::bytes(16 * MIB)).is_ok());
-    assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+    assert_silent(&sim);
 }
 
 /// Refuses every call of this kind until the failures are cleared.
@@ -156,8 +134,8 @@ fn assert_all_back(rig: Rig) {
 #[test]
 fn a_handle_whose_release_is_refused_is_reported_as_stranded_and_released_by_the_next_trim() {
     let makes: [fn(&Rig) -> Block; 2] = [
-        |rig| rig.pool.alloc(&rig.stream(), Request::bytes(4 * MIB)).unwrap(),
-        |rig| rig.pool.alloc_stable(&rig.stream(), Request::bytes(4 * MIB)).unwrap().into_block(),
+        |rig| rig.alloc(&rig.stream(), 4 * MIB),
+        |rig| rig.stable(&rig.stream(), 4 * MIB).into_block(),
     ];
     for make in makes {
         let rig = Rig::new(16);
@@ -182,7 +160,7 @@ fn a_handle_whose_release_is_refused_is_reported_as_stranded_and_released_by_the
 #[test]
 fn a_release_refused_once_delays_nothing() {
     let rig = Rig::new(16);
-    drop(rig.pool.alloc(&rig.stream(), Request::bytes(4 * MIB)).unwrap());
+    drop(rig.alloc(&rig.stream(), 4 * MIB));
     rig.sim.fail(Call::HandleRelease, 1, 999);
     assert_eq!(rig.pool.trim(0), Ok(4 * MIB));
     assert_all_back(rig);
@@ -192,7 +170,7 @@ fn a_release_refused_once_delays_nothing() {
 fn a_request_gets_memory_whose_release_was_refused() {
     let rig = Rig::new(16);
     let s = rig.stream();
-    drop(rig.pool.alloc_stable(&s, Request::bytes(12 * MIB)).unwrap());
+    drop(rig.stable(&s, 12 * MIB));
     refuse(&rig, Call::HandleRelease);
     assert!(rig.pool.trim(0).is_err());
     assert!(rig.pool.alloc(&s, Request::bytes(12 * MIB)).is_err());
@@ -243,7 +221,7 @@ fn what_the_driver_refuses_to_release_at_the_end_of_a_pool_is_released_by_a_late
                 });
                 let mut buffer = rig.bytes(&s, 4 * MIB);
                 u.fill(&mut buffer, 1).unwrap();
-                drop((buffer, made, rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap()));
+                drop((buffer, made, rig.stable(&s, 2 * MIB)));
                 let _told = rig.pool.trim(0);
             }
             let Rig { sim, pool, budget } = rig;
@@ -266,7 +244,7 @@ fn what_the_driver_refuses_to_release_at_the_end_of_a_pool_is_released_by_a_late
             }
             assert_eq!((budget.used(), budget.stranded()), (0, 0), "{call:?}");
             assert!(sim.outstanding().is_empty(), "{call:?}: {}", sim.outstanding());
-            assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+            assert_silent(&sim);
         }
     }
 }
@@ -279,8 +257,8 @@ fn of_a_thread_that_ended(rig: &Rig, make: fn(&Rig, &Stream) -> Block) -> Block 
 }
 
 const KINDS: [fn(&Rig, &Stream) -> Block; 3] = [
-    |rig, s| rig.pool.alloc(s, Request::bytes(2 * MIB)).unwrap(),
-    |rig, s| rig.pool.alloc_stable(s, Request::bytes(2 * MIB)).unwrap().into_block(),
+    |rig, s| rig.alloc(s, 2 * MIB),
+    |rig, s| rig.stable(s, 2 * MIB).into_block(),
     |rig, s| {
         rig.pool
             .parkable(Tag::named("of threads"))
@@ -291,27 +269,17 @@ const KINDS: [fn(&Rig, &Stream) -> Block; 3] = [
 ];
 
 #[test]
-fn blocks_of_threads_that_have_ended_serve_others_when_memory_is_short() {
+fn blocks_of_threads_that_have_ended_serve_others_and_are_given_back_by_a_trim() {
     for kind in KINDS {
         let rig = Rig::new(32);
         for _ in 0..40 {
             drop(of_a_thread_that_ended(&rig, kind));
         }
         assert!(rig.pool.alloc(&rig.stream(), Request::bytes(30 * MIB)).is_ok());
-        rig.assert_silent();
-    }
-}
-
-#[test]
-fn a_trim_gives_back_the_blocks_of_threads_that_have_ended() {
-    for kind in KINDS {
-        let rig = Rig::new(32);
         for _ in 0..8 {
             drop(of_a_thread_that_ended(&rig, kind));
         }
-        rig.pool.trim(0).unwrap();
-        assert_eq!((rig.budget.used(), rig.pool.stats().physical), (0, 0));
-        rig.assert_silent();
+        rig.assert_empty();
     }
 }
 
@@ -358,9 +326,7 @@ fn what_is_kept_until_a_free_is_dropped_by_a_poll_of_an_idle_pool() {
         let (s, u) = (rig.stream(), rig.stream());
         let (mut block, kept) = (make(&rig, &s), Arc::new(()));
         block.keep_until_free(Box::new(kept.clone()));
-        let used = block.prepare(&u, Access::Write).unwrap();
-        rig.sim.access(u.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
-        used.finish().unwrap();
+        rig.uses(&u, &block, Access::Write);
         drop(block);
         rig.pool.poll().unwrap();
         assert_eq!(Arc::strong_count(&kept), 2, "its use is queued");

@@ -114,7 +114,7 @@ fn the_tightest_limit_is_recorded_at_the_opening_and_before_what_a_change_has_ca
     let rig = open(machine.child("pool", 32 * MIB));
     assert_eq!(limits(), [(Action::Limit, 32 * MIB)]);
     let s = rig.stream();
-    let block = rig.pool.alloc(&s, Request::bytes(1000)).unwrap();
+    let block = rig.alloc(&s, 1000);
     let first = limits();
     assert!(first.iter().all(|(action, _)| *action != Action::Limit), "{first:?}");
 
@@ -141,12 +141,11 @@ fn an_event_of_moved_handles_has_their_bytes() {
     let recorder = Arc::new(Recorder::new(ring.clone()));
     let rig = Rig::on(Sim::h200(1), 32, |config| config.recorder = Some(recorder));
     let s = rig.stream();
-    let blocks: Vec<_> =
-        (0..8).map(|_| rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap()).collect();
+    let blocks: Vec<_> = (0..8).map(|_| rig.alloc(&s, 4 * MIB)).collect();
     // Every second one stays: 16 MiB are free in four places.
     let kept: Vec<_> = blocks.into_iter().step_by(2).collect();
     s.synchronize().unwrap();
-    let large = rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap();
+    let large = rig.alloc(&s, 16 * MIB);
     let events = ring.take();
     let moved: u64 = events.iter().filter(|e| e.action == Action::Move).map(|e| e.bytes).sum();
     let handle = 2 * MIB;
@@ -174,17 +173,17 @@ fn what_the_device_has_in_use_outside_is_recorded_before_growth_and_failures_alo
     let theirs = driver.mem_alloc(GPU, 10 * MIB).unwrap();
     assert_eq!((told(), queries()), (vec![(Action::Limit, 64 * MIB)], 0));
     let s = rig.stream();
-    let block = rig.pool.alloc(&s, Request::bytes(1000)).unwrap();
+    let block = rig.alloc(&s, 1000);
     let events = told();
     assert_eq!(events[0], (Action::Outside, 10 * MIB), "before {events:?}");
     assert!(matches!(events[1..], [(Action::Grow, _), (Action::Allocate, 1000)]), "{events:?}");
     // Neither served from the cache nor repeated while it is the same.
     let asked = queries();
     for _ in 0..100 {
-        drop(rig.pool.alloc(&s, Request::bytes(1000)).unwrap());
+        drop(rig.alloc(&s, 1000));
     }
     assert_eq!(queries(), asked);
-    let large = rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap();
+    let large = rig.alloc(&s, 8 * MIB);
     assert!(queries() > asked, "the pool has grown");
     assert!(told().iter().all(|(action, _)| *action != Action::Outside));
 
@@ -200,7 +199,7 @@ fn what_the_device_has_in_use_outside_is_recorded_before_growth_and_failures_alo
         unsafe { driver.mem_free(GPU, address) }.unwrap();
     }
     // Stable memory grows by a path of its own.
-    let stable = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    let stable = rig.stable(&s, 2 * MIB);
     let grown = (Action::Grow, 2 * MIB);
     assert_eq!(told(), [(Action::Outside, 0), grown, (Action::Allocate, 2 * MIB)]);
     drop((block, large, stable));
@@ -216,7 +215,7 @@ fn the_driver_is_not_asked_for_a_sink_that_drops_the_answer() {
             c.wait = Duration::ZERO;
         });
         let s = rig.stream();
-        let block = rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap();
+        let block = rig.alloc(&s, 8 * MIB);
         assert!(rig.pool.alloc(&s, Request::bytes(100 * MIB)).is_err());
         assert_eq!(driver.calls().get(Call::MemoryInfo), 0);
         drop(block);

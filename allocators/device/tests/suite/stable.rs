@@ -2,12 +2,12 @@
 //! dropped, and is then released as a whole.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{self, MIB, Rig};
+use crate::support::{self, MIB, Reclaimer, Rig, assert_returned, plain};
 use aquifer_core::{Action, MemoryError, Recorder, event::RingSink};
 use aquifer_device::{DeviceBuffer, DevicePool, Exported, PoolConfig, Request, StableBlock};
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange, ExportTypes,
-    sim::{DeviceConfig, Sim, SimConfig, ViolationKind},
+    sim::{Sim, SimConfig, ViolationKind},
 };
 use aquifer_stream::Stream;
 use std::{fs::File, sync::Arc, time::Duration};
@@ -36,9 +36,9 @@ fn bytes_at(rig: &Rig, range: DeviceRange) -> Option<Vec<u8>> {
 fn a_stable_block_is_one_handle_charged_whole_and_goes_at_the_next_trim() {
     let rig = Rig::new(64);
     let s = rig.stream();
-    let before = rig.sim.driver().calls().get(Call::HandleCreate);
-    let block = rig.pool.alloc_stable(&s, Request::bytes(9 * MIB + 1)).unwrap();
-    assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), before + 1);
+    let before = rig.calls(Call::HandleCreate);
+    let block = rig.stable(&s, 9 * MIB + 1);
+    assert_eq!(rig.calls(Call::HandleCreate), before + 1);
     assert_eq!((block.bytes(), block.capacity()), (9 * MIB + 1, 10 * MIB));
     let stats = rig.pool.stats();
     assert_eq!((stats.live, stats.requested, stats.blocks), (10 * MIB, 9 * MIB + 1, 1));
@@ -60,7 +60,7 @@ fn a_stable_block_is_one_handle_charged_whole_and_goes_at_the_next_trim() {
 fn nothing_is_unmapped_recycled_or_uncharged_while_a_token_lives() {
     let rig = Rig::new(32);
     let s = rig.stream();
-    let mut block = rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
+    let mut block = rig.stable(&s, 4 * MIB);
     fill(&s, &mut block, 0x5a);
     let token = block.register();
     let second = token.clone();
@@ -72,7 +72,7 @@ fn nothing_is_unmapped_recycled_or_uncharged_while_a_token_lives() {
     for round in 0..3 {
         rig.pool.trim(0).unwrap();
         assert_eq!(rig.budget.used(), 4 * MIB, "round {round}");
-        let other = rig.pool.alloc(&s, Request::bytes(24 * MIB)).unwrap();
+        let other = rig.alloc(&s, 24 * MIB);
         let apart = other.address() + 24 * MIB <= range.address
             || range.address + 4 * MIB <= other.address();
         assert!(apart, "the bytes of a block that is kept were given out");
@@ -92,7 +92,7 @@ fn nothing_is_unmapped_recycled_or_uncharged_while_a_token_lives() {
 fn an_unmap_under_a_token_is_reported_with_both_lines() {
     let rig = Rig::new(32);
     let s = rig.stream();
-    let block = rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
+    let block = rig.stable(&s, 4 * MIB);
     let token = block.register();
     let registered = line!() - 1;
     let entered = aquifer_driver::site::enter();
@@ -110,33 +110,14 @@ fn an_unmap_under_a_token_is_reported_with_both_lines() {
 }
 
 #[test]
-fn freed_stable_memory_is_pending_until_other_streams_finish_without_blocking() {
-    let rig = Rig::stepped(32);
-    let (s, u) = (rig.stream(), rig.stream());
-    let block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
-    let used = block.block().prepare(&u, Access::Write).unwrap();
-    let range = DeviceRange { device: DeviceId(0), address: block.address(), bytes: block.bytes() };
-    rig.sim.access(u.raw(), range, Access::Write, Some(block.block().generation())).unwrap();
-    drop(block);
-    assert_eq!(rig.pool.trim(0), Ok(0), "a use is open");
-    used.finish().unwrap();
-    assert_eq!(rig.pool.trim(0), Ok(0), "its work is not done");
-    assert_eq!(rig.budget.used(), 2 * MIB);
-    u.synchronize().unwrap();
-    s.synchronize().unwrap();
-    assert_eq!(rig.pool.trim(0), Ok(2 * MIB));
-    rig.assert_silent();
-}
-
-#[test]
 fn departed_memory_is_waited_for_before_an_allocation_is_refused() {
     // Work runs while the host polls.
     let rig = Rig::on(Sim::h200(1).seeded(1), 8, |_| ());
     let s = rig.stream();
-    let mut block = rig.pool.alloc_stable(&s, Request::bytes(8 * MIB)).unwrap();
+    let mut block = rig.stable(&s, 8 * MIB);
     fill(&s, &mut block, 1);
     drop(block);
-    let mut next = rig.pool.alloc_stable(&s, Request::bytes(8 * MIB)).unwrap();
+    let mut next = rig.stable(&s, 8 * MIB);
     fill(&s, &mut next, 2);
     drop(next);
     assert!(rig.pool.alloc(&s, Request::bytes(8 * MIB)).is_ok());
@@ -146,11 +127,9 @@ fn departed_memory_is_waited_for_before_an_allocation_is_refused() {
 #[test]
 fn departed_memory_is_waited_for_where_each_block_is_the_drivers_and_blocks_may_be_checked() {
     for leaks in [false, true] {
-        let mut config = SimConfig::h200(1);
-        config.devices = vec![DeviceConfig::without_virtual_memory()];
-        let rig = Rig::on(Sim::new(config).seeded(1), 8, |config| config.debug.leaks = leaks);
+        let rig = Rig::on(plain().seeded(1), 8, |config| config.debug.leaks = leaks);
         let s = rig.stream();
-        let mut block = rig.pool.alloc_stable(&s, Request::bytes(8 * MIB)).unwrap();
+        let mut block = rig.stable(&s, 8 * MIB);
         fill(&s, &mut block, 1);
         drop(block);
         assert!(rig.pool.alloc(&s, Request::bytes(8 * MIB)).is_ok(), "leaks: {leaks}");
@@ -162,10 +141,10 @@ fn departed_memory_is_waited_for_where_each_block_is_the_drivers_and_blocks_may_
 fn a_stable_block_takes_free_memory_of_the_caches() {
     let rig = Rig::new(16);
     let s = rig.stream();
-    drop(rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap());
+    drop(rig.alloc(&s, 16 * MIB));
     s.synchronize().unwrap();
     assert_eq!(rig.budget.used(), 16 * MIB);
-    let block = rig.pool.alloc_stable(&s, Request::bytes(12 * MIB)).unwrap();
+    let block = rig.stable(&s, 12 * MIB);
     assert_eq!(rig.budget.used(), 16 * MIB);
     let refused = rig.pool.alloc_stable(&s, Request::bytes(12 * MIB)).unwrap_err();
     let MemoryError::OutOfMemory(refused) = refused else { panic!("{refused:?}") };
@@ -179,7 +158,7 @@ fn exported_memory_is_shared_by_bytes_and_lives_until_its_last_importer() {
     let rig = exporting(32);
     let other = DevicePool::open(rig.sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
     let s = rig.stream();
-    let mut ours = rig.pool.alloc_stable(&s, Request::bytes(3 * MIB)).unwrap();
+    let mut ours = rig.stable(&s, 3 * MIB);
     fill(&s, &mut ours, 0x33);
     let exported = ours.export().unwrap();
     assert_eq!(exported.bytes(), 4 * MIB);
@@ -218,7 +197,7 @@ fn exported_memory_is_shared_by_bytes_and_lives_until_its_last_importer() {
 fn an_import_is_no_use_of_the_memory_and_orders_nothing() {
     let rig = Rig::on(Sim::h200(1).stepped(), 32, |config| config.export = ExportTypes::POSIX_FD);
     let (s, u) = (rig.stream(), rig.stream());
-    let mut ours = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    let mut ours = rig.stable(&s, 2 * MIB);
     fill(&s, &mut ours, 1);
     let exported = ours.export().unwrap();
     #[expect(unsafe_code, reason = "imports")]
@@ -244,7 +223,7 @@ fn export_is_refused_where_the_device_or_the_pool_cannot() {
     assert_eq!(refused, MemoryError::Unsupported { feature: "CU_MEM_HANDLE_TYPE_FABRIC" });
     let rig = Rig::new(8);
     let s = rig.stream();
-    let block = rig.pool.alloc_stable(&s, Request::bytes(MIB)).unwrap();
+    let block = rig.stable(&s, MIB);
     let feature = "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR";
     assert_eq!(block.export().unwrap_err(), MemoryError::Unsupported { feature });
     let sent = Exported::from_fd(File::open("/dev/zero").unwrap().into(), 2 * MIB);
@@ -255,7 +234,7 @@ fn export_is_refused_where_the_device_or_the_pool_cannot() {
     let before = rig.sim.outstanding();
     let rig = exporting(8);
     let s = rig.stream();
-    let block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    let block = rig.stable(&s, 2 * MIB);
     let fd = block.export().unwrap().into_fd().unwrap();
     #[expect(unsafe_code, reason = "imports")]
     // SAFETY: 1. the memory is not used.
@@ -270,7 +249,7 @@ fn a_fabric_takes_names_where_the_device_has_one() {
     config.devices[0].info.export_types.fabric = true;
     let rig = Rig::on(Sim::new(config), 16, |config| config.export = ExportTypes::FABRIC);
     let s = rig.stream();
-    let mut ours = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    let mut ours = rig.stable(&s, 2 * MIB);
     fill(&s, &mut ours, 9);
     let exported = ours.export_fabric().unwrap();
     let sent = Exported::from_fabric(*exported.fabric().unwrap(), exported.bytes());
@@ -283,13 +262,11 @@ fn a_fabric_takes_names_where_the_device_has_one() {
 
 #[test]
 fn without_virtual_memory_or_with_bypass_stable_blocks_are_driver_allocations() {
-    let mut config = SimConfig::h200(1);
-    config.devices = vec![DeviceConfig::without_virtual_memory()];
-    let without = Rig::on(Sim::new(config), 16, |_| ());
+    let without = Rig::on(plain(), 16, |_| ());
     let bypass = Rig::on(Sim::h200(1), 16, |config| config.bypass = true);
     for rig in [without, bypass] {
         let s = rig.stream();
-        let mut block = rig.pool.alloc_stable(&s, Request::bytes(MIB + 1)).unwrap();
+        let mut block = rig.stable(&s, MIB + 1);
         fill(&s, &mut block, 3);
         assert!(read(&s, &block).iter().all(|&byte| byte == 3));
         assert_eq!((rig.budget.used(), rig.pool.stats().physical), (MIB + 512, MIB + 512));
@@ -305,7 +282,7 @@ fn without_virtual_memory_or_with_bypass_stable_blocks_are_driver_allocations() 
         assert_eq!(rig.pool.trim(0), Ok(0));
         drop(token);
         // The allocation itself does not do this, since the free waits for the device.
-        drop(rig.pool.alloc(&s, Request::bytes(MIB)).unwrap());
+        drop(rig.alloc(&s, MIB));
         assert!(rig.pool.trim(0).unwrap() >= MIB + 512);
         assert_eq!(rig.budget.used(), 0);
         rig.assert_silent();
@@ -316,7 +293,7 @@ fn without_virtual_memory_or_with_bypass_stable_blocks_are_driver_allocations() 
 fn a_legacy_block_is_one_allocation_beside_mapped_ones_under_the_same_budget() {
     let rig = exporting(16);
     let s = rig.stream();
-    let mut mapped = rig.pool.alloc_stable(&s, Request::bytes(3 * MIB)).unwrap();
+    let mut mapped = rig.stable(&s, 3 * MIB);
     let mut legacy = rig.pool.alloc_stable_legacy(&s, Request::bytes(3 * MIB + 1)).unwrap();
     assert_eq!(mapped.is_legacy_ipc_capable(), Ok(false));
     assert_eq!(legacy.is_legacy_ipc_capable(), Ok(true));
@@ -341,7 +318,7 @@ fn a_legacy_block_is_one_allocation_beside_mapped_ones_under_the_same_budget() {
     assert!(rig.pool.alloc_stable_legacy(&s, Request::bytes(10 * MIB)).is_err());
     drop(token);
     // Free memory of caches and freed allocations make room, as for mapped blocks.
-    drop(rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap());
+    drop(rig.alloc(&s, 4 * MIB));
     drop(rig.pool.alloc_stable_legacy(&s, Request::bytes(12 * MIB)).unwrap());
     drop(mapped);
     s.synchronize().unwrap();
@@ -364,9 +341,7 @@ fn a_legacy_block_whose_allocation_or_free_fails_changes_nothing_and_is_retried(
     rig.sim.fail(Call::MemFree, 1, 999);
     assert!(rig.pool.trim(0).is_err());
     assert_eq!(rig.budget.used(), MIB);
-    rig.pool.trim(0).unwrap();
-    assert_eq!(rig.budget.used(), 0);
-    rig.assert_silent();
+    rig.assert_empty();
 }
 
 #[test]
@@ -376,7 +351,7 @@ fn with_exports_bypass_still_maps_handles() {
         config.export = ExportTypes::POSIX_FD.with_rdma();
     });
     let s = rig.stream();
-    assert!(rig.pool.alloc_stable(&s, Request::bytes(MIB)).unwrap().export().is_ok());
+    assert!(rig.stable(&s, MIB).export().is_ok());
 }
 
 #[test]
@@ -385,7 +360,7 @@ fn the_last_of_pool_block_and_token_releases_everything() {
         let rig = exporting(32);
         let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
         let s = rig.stream();
-        let mut block = Some(rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap());
+        let mut block = Some(rig.stable(&s, 2 * MIB));
         fill(&s, block.as_mut().unwrap(), 1);
         let mut token = Some(block.as_ref().unwrap().register());
         let mut rig = Some(rig);
@@ -401,9 +376,7 @@ fn the_last_of_pool_block_and_token_releases_everything() {
         if let Some(rig) = rig.take() {
             drop(rig);
         }
-        assert_eq!(budget.used(), 0, "order {order}");
-        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
-        assert!(sim.violations().is_empty());
+        assert_returned(&sim, &budget);
     }
 }
 
@@ -411,7 +384,7 @@ fn the_last_of_pool_block_and_token_releases_everything() {
 fn a_forgotten_token_keeps_the_memory_for_good() {
     let rig = Rig::new(8);
     let s = rig.stream();
-    let block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    let block = rig.stable(&s, 2 * MIB);
     let _forgotten = std::mem::ManuallyDrop::new(block.register());
     drop(block);
     s.synchronize().unwrap();
@@ -421,55 +394,10 @@ fn a_forgotten_token_keeps_the_memory_for_good() {
 }
 
 #[test]
-fn each_call_that_fails_leaves_everything_as_it_was() {
-    for call in [Call::AddressReserve, Call::HandleCreate, Call::Map, Call::SetAccess] {
-        let rig = Rig::on(Sim::h200(1), 16, |config| config.wait = Duration::ZERO);
-        let s = rig.stream();
-        let before = rig.sim.outstanding();
-        rig.sim.fail(call, 1, 999);
-        let refused = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap_err();
-        assert!(
-            matches!(refused, MemoryError::Driver(e) if e.code == 999),
-            "{call:?}: {refused:?}"
-        );
-        assert_eq!((rig.budget.used(), rig.sim.outstanding()), (0, before), "{call:?}");
-        assert_eq!(rig.pool.stats().failures, 1);
-        assert!(rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).is_ok());
-        rig.assert_silent();
-    }
-}
-
-#[test]
-fn stable_memory_whose_release_fails_stays_charged_and_is_retried() {
-    for call in [Call::Unmap, Call::AddressFree] {
-        let rig = Rig::new(16);
-        let s = rig.stream();
-        drop(rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap());
-        s.synchronize().unwrap();
-        rig.sim.fail(call, 1, 999);
-        assert!(rig.pool.trim(0).is_err(), "{call:?}");
-        assert_eq!(rig.budget.used(), rig.pool.stats().physical);
-        rig.pool.trim(0).unwrap();
-        assert_eq!(rig.budget.used(), 0);
-        let sim = rig.sim.clone();
-        drop((s, rig));
-        assert!(sim.outstanding().is_empty(), "{call:?}: {}", sim.outstanding());
-    }
-    // Memory is held until its handle is released, and not only until it is unmapped.
-    let rig = Rig::new(16);
-    let s = rig.stream();
-    drop(rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap());
-    s.synchronize().unwrap();
-    rig.sim.fail_every(Call::HandleRelease, 1, 999);
-    assert!(rig.pool.trim(0).is_err());
-    assert_eq!((rig.budget.used(), rig.pool.stats().physical), (2 * MIB, 2 * MIB));
-}
-
-#[test]
 fn a_lost_device_takes_stable_memory_with_it() {
     let rig = Rig::stepped(16);
     let s = rig.stream();
-    let mut block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    let mut block = rig.stable(&s, 2 * MIB);
     fill(&s, &mut block, 1);
     let token = block.register();
     rig.sim.lose_device(DeviceId(0));
@@ -490,7 +418,7 @@ fn a_stable_block_becomes_a_buffer_and_is_reported_like_any_other() {
         config.recorder = Some(Arc::new(Recorder::new(ring.clone())));
     });
     let s = rig.stream();
-    let block = rig.pool.alloc_stable(&s, Request::bytes(1024)).unwrap();
+    let block = rig.stable(&s, 1024);
     let address = block.address();
     let mut buffer: DeviceBuffer<f32> =
         DeviceBuffer::from_alloc(256, |_| Ok(block.into_block())).unwrap();
@@ -510,7 +438,7 @@ fn a_stream_or_a_block_of_another_device_is_refused() {
     let (s, t) = (rig.stream(), other.stream().unwrap());
     let wrong = MemoryError::WrongDevice { expected: DeviceId(0), actual: DeviceId(1) };
     assert_eq!(rig.pool.alloc_stable(&t, Request::bytes(MIB)).unwrap_err(), wrong);
-    let exported = rig.pool.alloc_stable(&s, Request::bytes(MIB)).unwrap().export().unwrap();
+    let exported = rig.stable(&s, MIB).export().unwrap();
     #[expect(unsafe_code, reason = "imports")]
     // SAFETY: 1. the memory is not used.
     let refused = unsafe { other.import(&t, &exported) }.unwrap_err();
@@ -532,12 +460,9 @@ fn a_stable_block_and_reserved_elements_wait_for_others_where_one_stream_capture
                     .unwrap();
             };
             // A block of the capturing stream: one of the caches, or one that has left them.
-            let theirs = if left {
-                rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap().into_block()
-            } else {
-                rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap()
-            };
-            let ours = rig.pool.alloc(&u, Request::bytes(12 * MIB)).unwrap();
+            let theirs =
+                if left { rig.stable(&s, 4 * MIB).into_block() } else { rig.alloc(&s, 4 * MIB) };
+            let ours = rig.alloc(&u, 12 * MIB);
             write(&s, &theirs);
             write(&u, &ours);
             rig.sim.driver().capture_begin(s.raw(), aquifer_driver::CaptureMode::Relaxed).unwrap();
@@ -546,7 +471,7 @@ fn a_stable_block_and_reserved_elements_wait_for_others_where_one_stream_capture
                 let mut room = rig.pool.reserve::<u8>(&u, 12 << 20).unwrap();
                 room.commit_to(12 << 20).unwrap();
             } else {
-                rig.pool.alloc_stable(&u, Request::bytes(12 * MIB)).unwrap();
+                rig.stable(&u, 12 * MIB);
             }
             // Memory that cannot be waited for is reported as no room.
             let refused = rig.pool.alloc_stable(&u, Request::bytes(16 * MIB)).map(drop);
@@ -559,36 +484,17 @@ fn a_stable_block_and_reserved_elements_wait_for_others_where_one_stream_capture
 
 #[test]
 fn departed_memory_is_waited_for_in_one_slow_path_after_the_handlers() {
-    #[derive(Debug, Default)]
-    struct Asked(std::sync::atomic::AtomicU64);
-    impl aquifer_device::Reclaim for Asked {
-        fn name(&self) -> &'static str {
-            "asked"
-        }
-        fn offer(&self) -> aquifer_device::Offer {
-            aquifer_device::Offer { bytes: MIB, cost: Duration::ZERO }
-        }
-        fn reclaim(&self, _bytes: u64, _deadline: Option<std::time::Instant>) {
-            self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        }
-    }
     for mapping in [true, false] {
-        let asked = Arc::new(Asked::default());
-        let mut config = SimConfig::h200(1);
-        config.devices = vec![if mapping {
-            DeviceConfig::h200()
-        } else {
-            DeviceConfig::without_virtual_memory()
-        }];
-        let rig = Rig::on(Sim::new(config).seeded(1), 32, |_| ());
+        let asked = Reclaimer::new(|| ());
+        let sim = if mapping { Sim::h200(1) } else { plain() };
+        let rig = Rig::on(sim.seeded(1), 32, |_| ());
         let _registration = rig.budget.on_need(&asked);
         let s = rig.stream();
-        let mut block = rig.pool.alloc_stable(&s, Request::bytes(24 * MIB)).unwrap();
+        let mut block = rig.stable(&s, 24 * MIB);
         fill(&s, &mut block, 1);
         drop(block);
-        rig.pool.alloc(&s, Request::bytes(20 * MIB)).unwrap();
-        let times = asked.0.load(std::sync::atomic::Ordering::Relaxed);
-        assert!(times <= 1, "the chain ran more than once");
+        rig.alloc(&s, 20 * MIB);
+        assert!(asked.calls() <= 1, "the chain ran more than once");
         rig.assert_silent();
     }
 }

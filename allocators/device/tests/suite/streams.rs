@@ -9,7 +9,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![allow(unsafe_code, reason = "adopts streams and ends their handles")]
 
-use crate::support::{MIB, Rig, range};
+use crate::support::{MIB, Rig, assert_silent, range};
 use aquifer_core::{Budget, DeviceId, MemoryError};
 use aquifer_device::{Block, DeviceBuffer, DevicePool, PoolConfig, Request};
 use aquifer_driver::{
@@ -106,16 +106,16 @@ fn an_isolated_stream_neither_waits_for_uses_of_its_blocks_nor_delays_others() {
             rig.pool.streams().lease_as(kind).unwrap()
         };
         let (s, u) = (lease(home), lease(user));
-        let block = rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();
+        let block = rig.alloc(&s, BIG);
         let used = block.prepare(&u, Access::Read).unwrap();
         rig.sim.access(u.raw(), range(&block), Access::Read, None).unwrap();
         used.finish().unwrap();
         drop(block);
-        let before = rig.sim.driver().calls().get(Call::StreamWaitEvent);
+        let before = rig.calls(Call::StreamWaitEvent);
         assert!(rig.pool.alloc(&s, Request::bytes(BIG)).is_err());
-        assert_eq!(rig.sim.driver().calls().get(Call::StreamWaitEvent), before);
+        assert_eq!(rig.calls(Call::StreamWaitEvent), before);
         rig.sim.run_all();
-        rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();
+        rig.alloc(&s, BIG);
         rig.assert_silent();
     }
 }
@@ -127,7 +127,7 @@ fn the_pool_does_not_wait_for_memory_during_a_capture_and_keeps_it_valid() {
     });
     let (s, u) = (rig.stream(), rig.stream());
     for (capturing, asking) in [(&s, &u), (&u, &s)] {
-        let block = rig.pool.alloc(capturing, Request::bytes(BIG)).unwrap();
+        let block = rig.alloc(capturing, BIG);
         rig.sim.access(capturing.raw(), range(&block), Access::Write, None).unwrap();
         rig.sim
             .driver()
@@ -138,7 +138,7 @@ fn the_pool_does_not_wait_for_memory_during_a_capture_and_keeps_it_valid() {
         assert!(matches!(refused, Err(MemoryError::OutOfMemory(_))), "{refused:?}");
         let graph = rig.sim.driver().capture_end(capturing.raw()).unwrap();
         assert_eq!(rig.sim.graph_nodes(graph), Some(0));
-        rig.pool.alloc(asking, Request::bytes(BIG)).unwrap();
+        rig.alloc(asking, BIG);
     }
     rig.assert_silent();
 }
@@ -151,13 +151,13 @@ fn foreign_use(life: StreamLifetime, retire: bool) -> Rig {
     let raw = driver.stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. a stream of this driver. 2. the callers state whether they follow `life`.
     let foreign = unsafe { rig.pool.streams().adopt(raw, life) }.unwrap();
-    let block = rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();
+    let block = rig.alloc(&s, BIG);
     let used = block.prepare(&foreign, Access::Write).unwrap();
     rig.sim.access(raw, range(&block), Access::Write, Some(block.generation())).unwrap();
     used.finish().unwrap();
     go(&rig, foreign, raw, retire);
     drop(block);
-    drop(rig.pool.alloc(&s, Request::bytes(BIG)).unwrap());
+    drop(rig.alloc(&s, BIG));
     rig
 }
 
@@ -168,11 +168,11 @@ fn foreign_home(life: StreamLifetime, retire: bool) -> Rig {
     let raw = driver.stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. a stream of this driver. 2. the callers state whether they follow `life`.
     let foreign = unsafe { rig.pool.streams().adopt(raw, life) }.unwrap();
-    let block = rig.pool.alloc(&foreign, Request::bytes(BIG)).unwrap();
+    let block = rig.alloc(&foreign, BIG);
     rig.sim.access(raw, range(&block), Access::Write, Some(block.generation())).unwrap();
     drop(block);
     go(&rig, foreign, raw, retire);
-    drop(rig.pool.alloc(&s, Request::bytes(BIG)).unwrap());
+    drop(rig.alloc(&s, BIG));
     rig
 }
 
@@ -205,7 +205,7 @@ fn only_streams_usable_by_every_thread_are_reported_as_owners() {
         // SAFETY: 1. a stream of this driver, which is not destroyed before it is retired or its
         // block is freed.
         let foreign = unsafe { rig.pool.streams().adopt(raw, life) }.unwrap();
-        let block = rig.pool.alloc(&foreign, Request::bytes(MIB)).unwrap();
+        let block = rig.alloc(&foreign, MIB);
         assert_eq!(block.home_stream(), told.then_some(raw));
         foreign.retire().unwrap();
         assert_eq!(block.home_stream(), None, "its owner may destroy it now");
@@ -224,7 +224,7 @@ fn a_fenced_foreign_stream_may_be_destroyed_at_any_time() {
         rig.assert_silent();
         let sim = rig.sim.clone();
         drop(rig);
-        assert!(sim.violations().is_empty());
+        assert_silent(&sim);
     }
 }
 
@@ -261,7 +261,7 @@ enum Ending {
 fn a_thread_uses_a_block(ending: &Ending) -> Rig {
     let rig = Rig::on(Sim::h200(1).stepped(), 8, |_| ());
     let s = rig.stream();
-    let block = rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();
+    let block = rig.alloc(&s, BIG);
     let per_thread = RawStream::per_thread(DeviceId(0));
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -283,7 +283,7 @@ fn a_thread_uses_a_block(ending: &Ending) -> Rig {
         driver.stream_wait_event(s.raw(), event).unwrap();
     }
     drop(block);
-    drop(rig.pool.alloc(&s, Request::bytes(BIG)).unwrap());
+    drop(rig.alloc(&s, BIG));
     rig
 }
 
@@ -308,19 +308,17 @@ fn memory_freed_on_a_threads_default_stream_is_reusable_after_the_thread_ended()
     thread::scope(|scope| {
         scope.spawn(|| {
             let own = rig.pool.streams().thread_default().unwrap();
-            let block = rig.pool.alloc(&own, Request::bytes(BIG)).unwrap();
-            rig.sim
-                .access(own.raw(), range(&block), Access::Write, Some(block.generation()))
-                .unwrap();
+            let block = rig.alloc(&own, BIG);
+            rig.write(&own, &block);
         });
     });
     let s = rig.stream();
-    drop(rig.pool.alloc(&s, Request::bytes(BIG)).unwrap());
+    drop(rig.alloc(&s, BIG));
     rig.assert_silent();
     let sim = rig.sim.clone();
     drop((rig, s));
     assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
-    assert!(sim.violations().is_empty());
+    assert_silent(&sim);
 }
 
 #[test]
@@ -333,14 +331,12 @@ fn a_free_by_another_thread_is_pending_until_the_owning_thread_fences() {
         let rig = &rig;
         let owner = scope.spawn(move || {
             let own = rig.pool.streams().thread_default().unwrap();
-            let block = rig.pool.alloc(&own, Request::bytes(BIG)).unwrap();
-            rig.sim
-                .access(own.raw(), range(&block), Access::Write, Some(block.generation()))
-                .unwrap();
+            let block = rig.alloc(&own, BIG);
+            rig.write(&own, &block);
             give.send(block).unwrap();
             go_on.recv().unwrap();
             // A free by the thread itself also covers the other one.
-            drop(rig.pool.alloc(&own, Request::bytes(MIB)).unwrap());
+            drop(rig.alloc(&own, MIB));
         });
         drop(take.recv().unwrap());
         assert!(
@@ -349,7 +345,7 @@ fn a_free_by_another_thread_is_pending_until_the_owning_thread_fences() {
         );
         freed.send(()).unwrap();
         owner.join().unwrap();
-        rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();
+        rig.alloc(&s, BIG);
     });
     rig.assert_silent();
 }
@@ -407,9 +403,9 @@ fn a_threads_default_stream_is_refused_on_every_other_thread() {
         });
     });
     // The calls have recorded nothing: there is no work to wait for.
-    let waits = rig.sim.driver().calls().get(Call::StreamWaitEvent);
+    let waits = rig.calls(Call::StreamWaitEvent);
     s.fill(&mut leased, 2).unwrap();
-    assert_eq!(rig.sim.driver().calls().get(Call::StreamWaitEvent), waits);
+    assert_eq!(rig.calls(Call::StreamWaitEvent), waits);
     rig.assert_silent();
 }
 
@@ -433,7 +429,7 @@ fn a_stream_with_the_handle_of_a_destroyed_one_is_not_taken_for_it() {
     drop(buffer);
     assert!(rig.pool.alloc(&s, Request::bytes(BIG)).is_err(), "`second` has not filled it yet");
     rig.sim.run_all();
-    rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();
+    rig.alloc(&s, BIG);
     rig.assert_silent();
 }
 
@@ -442,7 +438,7 @@ fn the_oracle_knows_a_threads_default_stream_on_every_thread() {
     let rig = Rig::stepped(16);
     let own = rig.pool.streams().thread_default().unwrap();
     let s = rig.stream();
-    let block = rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();
+    let block = rig.alloc(&s, BIG);
     let (whole, generation) = (range(&block), Some(block.generation()));
     let used = block.prepare(&own, Access::Write).unwrap();
     // Another thread frees it, and may say which stream still uses it.

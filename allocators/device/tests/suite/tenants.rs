@@ -2,12 +2,9 @@
 //! or pool.
 #![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
-use crate::support::{MIB, Rig, range};
+use crate::support::{MIB, Random, Reclaimer, Rig, range};
 use aquifer_core::{
-    Action, Budget, MemoryError, OutOfMemory, Recorder, Tag,
-    budget::{Offer, Reclaim},
-    event::RingSink,
-    tagged,
+    Action, Budget, MemoryError, OutOfMemory, Recorder, Tag, event::RingSink, tagged,
 };
 use aquifer_device::{Block, Debugging, DevicePool, PoolConfig, Request, Resource, Tenant};
 use aquifer_driver::{Access, Call, DeviceId, sim::Sim};
@@ -17,7 +14,7 @@ use std::{
         atomic::{AtomicU64, Ordering},
     },
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 #[track_caller]
@@ -61,7 +58,7 @@ fn a_refusal_names_the_tenant_while_the_pool_has_room_for_others_and_changes_not
         refused(for_b.alloc(&s, Request::bytes(5 * MIB))).refused.unwrap().budget,
         "all tenants"
     );
-    let _nobodys = rig.pool.alloc(&s, Request::bytes(100 * MIB)).unwrap();
+    let _nobodys = rig.alloc(&s, 100 * MIB);
     assert_eq!(all.used(), 20 * MIB, "what is nobody's is not counted");
     drop((x, y));
     assert_eq!(all.used(), 0);
@@ -214,30 +211,19 @@ fn one_tenant_has_one_limit_over_several_pools_and_none_in_the_tree_that_pools_a
 
 #[test]
 fn a_registered_reclaimer_is_called_before_its_tenant_is_refused() {
-    #[derive(Debug)]
-    struct Evicts(Mutex<Vec<Block>>);
-    impl Reclaim for Evicts {
-        fn name(&self) -> &'static str {
-            "old sequences"
-        }
-        fn offer(&self) -> Offer {
-            Offer { bytes: MIB, cost: Duration::ZERO }
-        }
-        fn reclaim(&self, _: u64, _: Option<Instant>) {
-            self.0.lock().unwrap().pop();
-        }
-    }
     let rig = Rig::new(64);
     let s = rig.stream();
     let a = Budget::new("tenant a", 8 * MIB);
     let tenant = rig.pool.for_tenant(&a).unwrap();
-    let old = (0..2).map(|_| tenant.alloc(&s, Request::bytes(4 * MIB)).unwrap()).collect();
-    let cache = Arc::new(Evicts(Mutex::new(old)));
+    let old = (0..2).map(|_| tenant.alloc(&s, Request::bytes(4 * MIB)).unwrap());
+    let old = Arc::new(Mutex::new(old.collect::<Vec<_>>()));
+    let evicted = old.clone();
+    let cache = Reclaimer::new(move || drop(evicted.lock().unwrap().pop()));
     let _registration = a.on_need(&cache);
     let x = tenant.alloc(&s, Request::bytes(3 * MIB)).unwrap();
-    assert_eq!((cache.0.lock().unwrap().len(), a.used()), (1, 7 * MIB));
+    assert_eq!((old.lock().unwrap().len(), a.used()), (1, 7 * MIB));
     let told = refused(tenant.alloc(&s, Request::bytes(8 * MIB)));
-    assert_eq!((told.tried[0].step, told.tried[0].gave), ("old sequences", 4 * MIB));
+    assert_eq!((told.tried[0].step, told.tried[0].gave), ("a reclaimer", 4 * MIB));
     drop(x);
 }
 
@@ -253,13 +239,8 @@ fn threads_of_one_tenant_use_its_last_byte_and_leave_nothing() {
             let (tenant, s): (Tenant, _) = (rig.pool.for_tenant(&a).unwrap(), rig.stream());
             let (most, sum) = (&most, &sum);
             scope.spawn(move || {
-                let mut state = seed;
-                let mut next = |end: u64| {
-                    state = state
-                        .wrapping_mul(6_364_136_223_846_793_005)
-                        .wrapping_add(1_442_695_040_888_963_407);
-                    (state >> 33) % end
-                };
+                let mut random = Random::new(seed);
+                let mut next = |end: u64| random.below(end);
                 let mut held: Vec<Block> = Vec::new();
                 for _ in 0..2_000 {
                     if next(3) > 0 {

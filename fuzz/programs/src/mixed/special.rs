@@ -21,7 +21,7 @@ impl World {
         let request = Request::bytes(u64::from(bytes.u16()) << 6 | 1);
         if let Some(block) = went(self.owners[owner].pool.alloc_stable(&stream, request)) {
             access(&self.sim, &stream, block.block(), Access::Write);
-            if bytes.flag() {
+            if self.calm || bytes.flag() {
                 // The registration keeps the memory alive after the block.
                 let token = block.register();
                 drop(block);

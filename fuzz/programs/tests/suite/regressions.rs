@@ -32,20 +32,6 @@ regressions! {
         (1795365888510791935, 2262),
         (13679457532755276395, 2649),
     ];
-    a_pool_is_refused_only_what_giving_back_all_that_lies_idle_could_not_serve: "pressure" [
-        (17264232662068481788, 3099),
-        (2475505609494469592, 5010),
-    ];
-    idle_memory_that_another_stream_used_last_is_given_before_a_request_is_refused: "pressure" [
-        (7000794, 557),
-        (7002295, 211),
-        (7002216, 1239),
-        (1795365888510790596, 469),
-    ];
-    idle_memory_beyond_a_lowered_limit_is_given_before_a_stable_block_is_refused: "pressure" [
-        (7009480, 276),
-        (7001640, 1115),
-    ];
     a_lease_grants_no_more_than_its_budget_where_guarantees_fill_a_lowered_limit: "budget" [
         (14342794408075834852, 7644),
     ];
@@ -54,9 +40,6 @@ regressions! {
     ];
     a_file_whose_version_is_written_again_is_no_damaged_one: "ledger" [
         (5838626569123150138, 3587),
-    ];
-    memory_of_a_block_whose_resume_was_undone_serves_any_stream_after_its_free: "park" [
-        (10743036682643789319, 5174),
     ];
     a_small_block_may_take_a_handle_that_is_still_in_use_and_longer_than_it_needs: "device" [
         (3451306073315346828, 12499),
