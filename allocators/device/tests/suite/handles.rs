@@ -1,5 +1,4 @@
 //! Tests of handles: their sizes, where they are mapped, and what a move leaves behind.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, PATIENCE, Rig};
 use aquifer_device::Block;

@@ -1,6 +1,5 @@
 //! Tests that the block freed last, which waits in front of its stream's heap, behaves like any
 //! other free memory except in speed.
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use crate::support::{MIB, Rig};
 use aquifer_core::{MemoryError, Tag};

@@ -8,7 +8,7 @@ use super::{
 use crate::trace::{
     MAX_STREAMS, TraceFormat,
     error::{Fault, Name},
-    lives::{Lives, short},
+    named_blocks::{NamedBlocks, short},
 };
 use aquifer_core::event::BlockKind;
 use std::{collections::HashMap, ops::Range};
@@ -29,7 +29,7 @@ pub(super) enum StreamNames {
 /// A history under construction.
 #[derive(Debug)]
 pub(super) struct HistoryBuilder {
-    lives: Lives,
+    lives: NamedBlocks,
     blocks: BlockColumns,
     steps: Vec<HistoryStep>,
     marks: Vec<HistoryMark>,
@@ -75,7 +75,7 @@ pub(super) struct InputFacts {
 impl HistoryBuilder {
     pub(super) fn new(stream_names: StreamNames) -> Self {
         Self {
-            lives: Lives::default(),
+            lives: NamedBlocks::default(),
             blocks: BlockColumns::default(),
             steps: Vec::new(),
             marks: Vec::new(),
@@ -272,7 +272,7 @@ impl HistoryBuilder {
         if self.blocks.is_empty() {
             return Err(Fault::NoAllocation);
         }
-        self.lives = Lives::default();
+        self.lives = NamedBlocks::default();
         let end = self.end;
         self.phases.retain(|phase| phase.begin <= end && phase.end >= 0.0);
         for phase in &mut self.phases {

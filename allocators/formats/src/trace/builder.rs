@@ -4,14 +4,14 @@ use super::{
     Fault, MAX_BLOCK, MAX_STREAMS, Trace, TraceAccount, TraceAction, TraceBlock, TraceFormat,
     TraceStep,
     error::Name,
-    lives::{Lives, short},
+    named_blocks::{NamedBlocks, short},
 };
 use aquifer_core::event::BlockKind;
 use std::collections::{BTreeMap, HashMap};
 
 /// A trace under construction.
 pub(super) struct Builder {
-    lives: Lives,
+    lives: NamedBlocks,
     blocks: Vec<TraceBlock>,
     /// The account of each block.
     account_of: Vec<u32>,
@@ -32,7 +32,7 @@ pub(super) struct Builder {
 impl Builder {
     pub(super) fn new() -> Self {
         Self {
-            lives: Lives::default(),
+            lives: NamedBlocks::default(),
             blocks: Vec::new(),
             account_of: Vec::new(),
             steps: Vec::new(),

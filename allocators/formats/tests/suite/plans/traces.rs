@@ -7,11 +7,11 @@ use std::path::Path;
 
 /// Returns the top of a plan of a trace, over the trace's peak of live bytes.
 fn over_peak(trace: &Trace, most: u32) -> f64 {
-    let plan = Plan::make(&PlanBlock::of_trace(trace), &tries(most)).expect("a plan");
+    let plan = Plan::make(&PlanBlock::of_trace(trace), &tries(most)).unwrap();
     assert!(plan.top() >= plan.lower_bound() && plan.lower_bound() >= trace.peak_live);
     let mut file = Vec::new();
-    plan.write_to(&mut file).expect("memory");
-    assert_eq!(Plan::read_from(file.as_slice()).expect("a file"), plan);
+    plan.write_to(&mut file).unwrap();
+    assert_eq!(Plan::read_from(file.as_slice()).unwrap(), plan);
     plan.top() as f64 / trace.peak_live as f64
 }
 
@@ -34,7 +34,7 @@ fn the_problem_that_minimalloc_publishes_has_the_plan_that_it_names() {
     let rows: String = (1..).zip(rows).map(row).collect();
     let text = std::io::Cursor::new(format!("id,lower,upper,size\n{rows}"));
     let trace = Trace::from_reader(text, None).expect("a problem");
-    let plan = Plan::make(&PlanBlock::of_trace(&trace), &tries(1)).expect("a plan");
+    let plan = Plan::make(&PlanBlock::of_trace(&trace), &tries(1)).unwrap();
     assert_eq!((plan.top(), plan.lower_bound()), (12 * 512, 12 * 512));
 }
 

@@ -6,12 +6,12 @@ use std::collections::HashMap;
 /// The last block of each name. Names of completed blocks are kept, so that a second free is
 /// distinguished from a free of an unknown block.
 #[derive(Debug, Default)]
-pub(crate) struct Lives {
-    names: HashMap<u64, Life>,
+pub(crate) struct NamedBlocks {
+    names: HashMap<u64, NamedBlock>,
 }
 
 #[derive(Debug)]
-struct Life {
+struct NamedBlock {
     block: u32,
     bytes: u64,
     /// The row of its allocation.
@@ -27,7 +27,7 @@ enum LifeState {
     Completed(u64),
 }
 
-impl Lives {
+impl NamedBlocks {
     /// Returns the last block of a name.
     pub(crate) fn block(&self, id: Name) -> Option<u32> {
         self.names.get(&key(id)).map(|life| life.block)
@@ -45,7 +45,8 @@ impl Lives {
     /// Records an allocation, which was [checked](Self::check_new).
     pub(crate) fn allocate(&mut self, id: Name, block: u32, bytes: u64, row: u64) {
         debug_assert!(self.check_new(id).is_ok(), "{id:?} is in use");
-        self.names.insert(key(id), Life { block, bytes, allocated: row, state: LifeState::Live });
+        self.names
+            .insert(key(id), NamedBlock { block, bytes, allocated: row, state: LifeState::Live });
     }
 
     /// Records a free, and returns its block.
@@ -72,12 +73,12 @@ impl Lives {
         Ok(life.block)
     }
 
-    fn life(&mut self, id: Name, done: &'static str) -> Result<&mut Life, Fault> {
+    fn life(&mut self, id: Name, done: &'static str) -> Result<&mut NamedBlock, Fault> {
         self.names.get_mut(&key(id)).ok_or(Fault::Unknown { id, done })
     }
 }
 
-impl Life {
+impl NamedBlock {
     fn check_size(&self, id: Name, now: u64) -> Result<(), Fault> {
         let allocated = (self.bytes, self.allocated);
         if self.bytes == now { Ok(()) } else { Err(Fault::SizeChanged { id, allocated, now }) }
