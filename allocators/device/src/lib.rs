@@ -110,10 +110,6 @@
 //! since caches then keep nothing. This includes a block as large as the one that its stream has
 //! just freed: the cache, with its last freed block, is not tried first.
 //!
-//! If less than a tenth of the budget is left or free, placement also minimises the number
-//! of wholly free handles that a block keeps from being moved: among shared ranges, and among
-//! windows that need equally few handles.
-//!
 //! # What is kept, and what is given back
 //!
 //! All of this happens on slow paths and in [`DevicePool::trim`], never where a stream's cache

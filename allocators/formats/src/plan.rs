@@ -1,4 +1,5 @@
-//! Plans: a place for each block of a recorded program, in as few addresses as possible. //!
+//! Plans: a place for each block of a recorded program, in as few addresses as possible.
+//!
 //! A program that allocates the same blocks in the same order each time needs no search for memory
 //! while it runs. A [`Plan`] is made once, from a trace of the program: each block has an offset,
 //! the range has the size of the most live bytes or little more, and for each reuse of addresses

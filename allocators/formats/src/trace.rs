@@ -22,7 +22,7 @@
 //! | `minimalloc` | problems of minimalloc |
 //! | `snapshot` | memory snapshots of PyTorch |
 //! | [`made`] | workloads generated from a seed, without a file |
-//! | `builder`, `lives` | rows to steps, and the checks |
+//! | `builder`, `named_blocks` | rows to steps, and the checks |
 //! | `changed` | the trace of a changed program, or over another number of streams |
 //! | `error` | errors |
 

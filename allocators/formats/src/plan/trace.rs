@@ -8,14 +8,14 @@ impl PlanBlock {
     /// stream still uses when it is freed lives until its completion.
     ///
     /// ```
-    /// use crate::trace::Trace;
+    /// use aquifer_formats::trace::Trace;
     /// use aquifer_formats::plan::{NEVER, PlanBlock};
     /// let rows = "t_us,op,id,bytes,stream\n0,a,1,9,0\n1,a,2,7,1\n2,f,1,9,0\n2,c,1,9,0\n";
     /// let trace = Trace::from_reader(rows.as_bytes(), None)?;
     /// let block = PlanBlock { bytes: 9, first: 0, end: 2, stream: 0, shared: false };
     /// let other = PlanBlock { bytes: 7, first: 1, end: NEVER, stream: 1, shared: false };
     /// assert_eq!(PlanBlock::of_trace(&trace), [block, other]);
-    /// # Ok::<(), crate::trace::TraceError>(())
+    /// # Ok::<(), aquifer_formats::trace::TraceError>(())
     /// ```
     #[must_use]
     pub fn of_trace(trace: &Trace) -> Vec<Self> {
