@@ -270,8 +270,10 @@ impl World {
     fn fail(&mut self, bytes: &mut Bytes<'_>) {
         let of_checks = self.checked && bytes.choice(3) == 0;
         let call = if of_checks { bytes.pick(CHECKED_FAULTS) } else { bytes.pick(FAULTS) };
-        if (self.fenced || self.threaded) && matches!(call, Call::EventCreate | Call::EventRecord) {
-            // A block that cannot be fenced when required is held back permanently.
+        // A block that cannot be fenced when required is held back permanently, and so is a checked
+        // one whose stream ends before it could be read.
+        let fences = matches!(call, Call::EventCreate | Call::EventRecord);
+        if (self.fenced || self.threaded) && (fences || of_checks) {
             return;
         }
         // Out of memory: a code that each of these calls may return.

@@ -50,7 +50,8 @@ pub(crate) enum Step {
     Wait,
 }
 
-const NOTHING: PlaceOptions = PlaceOptions {
+/// Free memory whose work is done.
+const READY: PlaceOptions = PlaceOptions {
     may_wait: false,
     grow: false,
     move_handles: false,
@@ -59,8 +60,11 @@ const NOTHING: PlaceOptions = PlaceOptions {
     apart: false,
 };
 
+/// Free memory that is still in use as well.
+const IN_USE: PlaceOptions = PlaceOptions { may_wait: true, ..READY };
+
 /// Free memory whose work is done, and new memory for the rest.
-pub(crate) const GROW: PlaceOptions = PlaceOptions { grow: true, ..NOTHING };
+pub(crate) const GROW: PlaceOptions = PlaceOptions { grow: true, ..READY };
 
 /// Everything: also memory that is still in use, and handles where new memory is refused.
 const ALL: PlaceOptions = PlaceOptions { may_wait: true, move_handles: true, ..GROW };
@@ -78,19 +82,23 @@ const MOVE_IN_USE_AND_GROW: PlaceOptions = PlaceOptions { moves_first: true, ..A
 const MOVE_AND_GROW: PlaceOptions = PlaceOptions { may_wait: false, ..MOVE_IN_USE_AND_GROW };
 
 /// Where the block fits within the bound. The first step is left out once half of the bound is
-/// held.
+/// held. Where new memory is refused, the third finds what is left of a page for a small block,
+/// which would take a new page otherwise.
 pub(crate) const WITHIN_BOUND: &[Step] = &[
     Step::FromOwn(GROW),
     Step::FromAll(GROW),
+    Step::FromAll(READY),
     Step::Wait,
+    Step::FromAll(IN_USE),
     Step::FromAll(ALL),
     Step::FromAll(MOVE_AND_GROW),
 ];
 
 /// Where new memory for the block would exceed the bound. The last two steps exceed it.
 pub(crate) const AT_BOUND: &[Step] = &[
-    Step::FromAll(NOTHING),
+    Step::FromAll(READY),
     Step::Wait,
+    Step::FromAll(IN_USE),
     Step::FromAll(ALL_IN_BOUND),
     Step::FromAll(MOVE_APART),
     Step::FromAll(MOVE_IN_USE_AND_GROW),

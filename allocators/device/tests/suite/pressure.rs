@@ -130,7 +130,7 @@ out of memory on device 0: 10.00 MiB requested
   largest     0 B free in one range
   holder      9.00 MiB in 1 block: \"kv-cache\"
   holder      3.00 MiB in 1 block: \"step\"
-  tried       collect own frees: 0 B; fence and poll: 0 B; grow: 0 B; wait on the device: 0 B; take over what is in use: 0 B; move what is done: 0 B
+  tried       collect own frees: 0 B; fence and poll: 0 B; grow: 0 B; take over what is done: 0 B; wait on the device: 0 B; take over what is in use: 0 B; move what is done: 0 B
   do          free 6.00 MiB or more of the 9.00 MiB that \"kv-cache\" holds, or raise the limit of the device to 22.00 MiB";
     assert_eq!(error.to_string(), expected);
     assert_eq!(rig.budget.used(), 12 * MIB, "a failed request has taken nothing");

@@ -44,6 +44,12 @@ regressions! {
     a_small_block_may_take_a_handle_that_is_still_in_use_and_longer_than_it_needs: "device" [
         (3451306073315346828, 12499),
     ];
+    a_small_block_takes_what_is_left_of_a_page_where_no_new_one_can_be_had: "device" [
+        (11117004601979016457, 7586),
+    ];
+    a_checked_block_whose_stream_ended_is_no_leak: "checked" [
+        (17936868116424951412, 628),
+    ];
     a_group_has_room_where_it_was_held_over_the_same_devices: "placement" [
         (2358099568764263775, 13674),
     ];
