@@ -458,7 +458,8 @@ impl World {
     /// Checks a refused allocation: with all idle memory released there is no room for it either.
     fn check_refusal(&self, owner: usize, size: u64, error: &OutOfMemory) {
         let pool = &self.owners[owner].pool;
-        if !self.exact || !pool.info().virtual_memory {
+        // Without virtual memory, what a pool has freed and not yet given back is not offered.
+        if !self.exact || self.owners.iter().any(|owner| !owner.pool.info().virtual_memory) {
             return;
         }
         for Owner { pool, .. } in &self.owners {
