@@ -17,7 +17,7 @@
 //! 7. step 5 again, and the others may now wait until the deadline;
 //! 8. an error that names the causes.
 //!
-//! While free memory is shared, all but large blocks search the shared free list before step 2 as
+//! While free memory is shared, all but small blocks search the shared free list before step 2 as
 //! well, after it has got what the stream itself has freed. That is enough for most of them.
 //!
 //! If another thread had memory in transfer between caches meanwhile, the request waits for the end

@@ -346,7 +346,7 @@ impl MappedMemory {
                     if over == 0 {
                         break;
                     }
-                    // Cut at a slot border: other streams take whole slots first.
+                    // Cut at a slot border: small blocks of other streams take whole slots first.
                     let from = start + len.saturating_sub(over);
                     let from = (from - (from - self.base) % self.slot).max(start);
                     let range = Range { start: from, len: start + len - from };

@@ -17,7 +17,7 @@
 //! [`Adoption::Wait`]: crate::Adoption::Wait
 
 /// What a search for a place may use and do.
-#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct PlaceOptions {
     /// Whether memory that is still in use may be taken: the receiving stream waits for it on the
     /// device. Otherwise only memory whose last work the host has seen done.

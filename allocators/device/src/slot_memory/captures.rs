@@ -1,5 +1,5 @@
-//! The state of memory in slots: its blocks, its free ranges, the captures that allocate from it, and
-//! the launches that touch it.
+//! The state of memory in slots: its blocks, its free ranges, the captures that allocate from it,
+//! and the launches that touch it.
 
 use super::{
     blocks::{SlotBlock, SlotBlocks},

@@ -193,9 +193,9 @@ fn drop_oldest(openers: &mut VecDeque<Weak<Unforked<UnixStream>>>) {
 }
 
 impl ShareServer {
-    /// Binds a socket and starts the thread that accepts openers. The address is a path, or a name in the
-    /// abstract namespace, which is that of the network namespace. A file that a dead server has
-    /// left at the path is replaced. Waits up to a second for other processes of this user that
+    /// Binds a socket and starts the thread that accepts openers. The address is a path, or a name
+    /// in the abstract namespace, which is that of the network namespace. A file that a dead server
+    /// has left at the path is replaced. Waits up to a second for other processes of this user that
     /// bind at the same path. Meanwhile there is a file next to it, whose name ends in `.lock`.
     ///
     /// # Errors
