@@ -9,7 +9,7 @@ use std::{io, path::Path, process::Command};
 /// # Errors
 /// The system's error if there is no compiler.
 fn compile(folder: &Scratch) -> io::Result<()> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/suite/processes/nvml.c");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/commands/processes/nvml.c");
     let library = folder.0.join("libnvidia-ml.so.1");
     let status = Command::new("cc")
         .args(["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o"])
