@@ -169,10 +169,12 @@ impl Machine {
             }
             return Err(error);
         }
+        // Last: the lock is released while an item runs, and the device may be lost meanwhile.
+        let mut state = self.advance_time(state);
         if let Some(device) = device {
             state.device(device).map_err(error_of(call))?;
         }
-        Ok(self.advance_time(state))
+        Ok(state)
     }
 
     /// As [`Machine::enter`], for a call that is not part of the trait.
@@ -184,9 +186,9 @@ impl Machine {
         if device_code::is_running() {
             return Err(codes::error(call, codes::NOT_PERMITTED));
         }
-        let mut state = self.lock();
+        let mut state = self.advance_time(self.lock());
         state.device(device).map_err(|code| codes::error(call, code))?;
-        Ok(self.advance_time(state))
+        Ok(state)
     }
 
     fn advance_time<'a>(&'a self, mut state: StateGuard<'a>) -> StateGuard<'a> {

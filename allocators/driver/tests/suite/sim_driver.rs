@@ -5,11 +5,15 @@
 
 use crate::sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
 use aquifer_driver::{
-    BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostFlags, Ownership, PoolUsage,
+    BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostFlags, Ownership, Pattern, PoolUsage,
     RawStream, Relaxed,
     sim::{Costs, DeviceConfig, Sim, SimConfig, SimKernel, ViolationKind},
 };
-use std::{ptr::NonNull, time::Duration};
+use std::{
+    ptr::NonNull,
+    sync::{Arc, Barrier},
+    time::Duration,
+};
 
 const SECOND: DeviceId = DeviceId(1);
 
@@ -286,6 +290,34 @@ fn nothing_races_with_what_a_lost_device_had_queued() {
         m.sim.take_violations().len()
     };
     assert_eq!((handed_over(false), handed_over(true)), (1, 0));
+}
+
+#[test]
+fn a_call_during_which_its_device_is_lost_queues_nothing() {
+    // Work runs within calls here, so a device can be lost while a call lets work run.
+    let m = Machine::new(Sim::h200(1).seeded(1));
+    let (a, b, range) = (m.stream(), m.stream(), m.alloc(64));
+    let (has_begun, may_end) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
+    let within = (has_begun.clone(), may_end.clone());
+    let kernel = SimKernel::new("waits").run(move |_| {
+        within.0.wait();
+        within.1.wait();
+    });
+    m.sim.launch(a, kernel).unwrap();
+    std::thread::scope(|scope| {
+        let caller = scope.spawn(|| {
+            // SAFETY: 1. the bytes lie in the allocation. 2. nothing else accesses them.
+            let fill = || unsafe { m.driver.fill_with(b, range.address, Pattern::Byte(1), 64) };
+            std::iter::repeat_with(fill).find_map(Result::err).unwrap()
+        });
+        has_begun.wait();
+        m.sim.lose_device(GPU);
+        may_end.wait();
+        assert!(caller.join().unwrap().is_device_lost());
+    });
+    let note = |owner| m.driver.observer().unwrap().block(BlockNote { range, owner });
+    note(Ownership::Live { stream: a, generation: 1 });
+    assert_eq!(m.sim.take_violations(), [], "a use was recorded after the loss");
 }
 
 #[test]
