@@ -127,10 +127,9 @@ pub fn load_file(
     let mut load = Load { path, bed: &bed, bytes, window, wrong: 0, done: Arc::default() };
     // Warm-up: device memory and the driver's copy paths are initialised before they are timed.
     progress.phase("copies of memory, to compare with:");
-    let (driver, pinned, memory) = load.during(&mut progress, 4 * COPIES, |load| {
-        load.peers(true)?;
-        load.peers(false)
-    })?;
+    load.done = progress.count_to(4 * COPIES);
+    load.peers(true)?;
+    let (driver, pinned, memory) = load.peers(false)?;
     let peer = || Some(Peer { name: "driver, pageable memory".to_owned(), ns: driver.wall });
     let row = |name: &str, took: Took, peer| Row {
         name: name.to_owned(),
@@ -211,35 +210,15 @@ impl Source for Counted<'_> {
 }
 
 impl Load<'_> {
-    /// Runs `work` and displays its progress. `work` counts in `done`, up to `all`.
-    fn during<T>(
-        &mut self,
-        progress: &mut ProgressLine,
-        all: u64,
-        work: impl FnOnce(&mut Self) -> T,
-    ) -> T {
-        let done = Arc::new(AtomicU64::new(0));
-        self.done = done.clone();
-        progress.during(&done, all, || work(self))
-    }
-
     /// Loads the whole file window by window and compares it. Returns the time per 10⁹ bytes.
     fn each_window(
         &mut self,
         source: &FileSource,
         progress: &mut ProgressLine,
-        before: impl FnMut(),
-    ) -> Result<Took, LoadError> {
-        // Each byte is loaded, read back and compared.
-        let all = self.bytes.saturating_mul(3);
-        self.during(progress, all, |load| load.load_all(source, before))
-    }
-
-    fn load_all(
-        &mut self,
-        source: &FileSource,
         mut before: impl FnMut(),
     ) -> Result<Took, LoadError> {
+        // Each byte is loaded, read back and compared.
+        self.done = progress.count_to(self.bytes.saturating_mul(3));
         let mut all = Took::default();
         let mut offset = 0;
         while offset < self.bytes {

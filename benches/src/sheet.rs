@@ -90,9 +90,9 @@ pub(super) fn measure<B>(
         });
     }
     let count = all().filter(|name| sheet(bench).wants(name)).count() as u64;
-    let done = sheet(bench).done.clone();
     progress.phase("measuring:");
-    progress.during(&done, count, || measure_groups(bench, sheet, groups, &names));
+    sheet(bench).done = progress.count_to(count);
+    measure_groups(bench, sheet, groups, &names);
     progress.clear();
     Ok(())
 }

@@ -217,11 +217,9 @@ fn read(
         // Something that has no length, a generated trace, or an error that the reader describes.
         return MemoryHistory::read_each(path, device).map(only_devices);
     };
-    let done = Arc::new(AtomicU64::new(0));
-    let counted = BufReader::with_capacity(1 << 16, CountedFile { file, done: done.clone() });
-    let histories =
-        progress.during(&done, bytes, || MemoryHistory::each_from_reader(counted, device))?;
-    Ok(only_devices(histories))
+    let counted = CountedFile { file, done: progress.count_to(bytes) };
+    let reader = BufReader::with_capacity(1 << 16, counted);
+    MemoryHistory::each_from_reader(reader, device).map(only_devices)
 }
 
 /// Leaves out pinned memory, unless there is nothing else.

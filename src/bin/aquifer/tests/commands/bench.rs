@@ -353,7 +353,7 @@ fn a_bench_tells_a_terminal_how_far_it_is_and_erases_that() {
     let (told, status) = on_terminal(command, |_, _| {});
     assert!(status.success());
     assert!(told.contains("measuring:") && told.contains(" %"), "{told:?}");
-    assert!(told.ends_with("\r\x1b[K"), "{told:?}");
+    assert!(told.ends_with("\r\x1b[2K"), "{told:?}");
 }
 
 #[test]

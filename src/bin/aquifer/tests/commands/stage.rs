@@ -191,5 +191,5 @@ fn stage_tells_a_terminal_how_far_it_is_and_erases_that() {
     assert!(status.success());
     let phases = ["copies of memory", "cache is cold", "cache is warm", "past the page cache"];
     assert!(phases.iter().any(|phase| told.contains(phase)) && told.contains(" %"), "{told:?}");
-    assert!(told.ends_with("\r\x1b[K"), "{told:?}");
+    assert!(told.ends_with("\r\x1b[2K"), "{told:?}");
 }
