@@ -106,8 +106,6 @@ pub(crate) struct HostAgent {
     pub(crate) clock: Clock,
     /// Changes with the clock, so that streams can skip a clock that they have already joined.
     pub(crate) version: u64,
-    /// The longest path whose end it has waited for.
-    pub(crate) path: u64,
 }
 
 impl HostAgent {

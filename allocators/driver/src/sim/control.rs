@@ -54,39 +54,6 @@ impl Sim {
         self.machine.modelled()
     }
 
-    /// Returns the number of items of work on the longest dependency chain queued so far. This is
-    /// the total time of the work if each item takes one unit and the device runs items as soon as
-    /// their dependencies allow.
-    ///
-    /// An item depends on the earlier work in its stream, on the work that an event made its stream
-    /// wait for, and on the work that the host waited for before it queued the item. A wait for
-    /// work that has already run delays nothing and does not count. Neither do results of queries,
-    /// since nothing waited, nor the order given by a value.
-    ///
-    /// ```
-    /// use aquifer::{Access, DeviceId, DeviceRange, sim::Sim};
-    /// # fn main() -> aquifer::error::Result<()> {
-    /// let sim = Sim::h200(1).stepped();
-    /// let driver = sim.driver();
-    /// let [s, u] = [driver.stream_create(DeviceId(0), 0)?, driver.stream_create(DeviceId(0), 0)?];
-    /// let address = driver.mem_alloc(DeviceId(0), 512)?;
-    /// let range = DeviceRange { device: DeviceId(0), address, bytes: 512 };
-    /// sim.access(s, range, Access::Read, None)?;
-    /// sim.access(u, range, Access::Read, None)?;
-    /// assert_eq!(sim.longest_path(), 1); // side by side
-    /// let event = driver.event_create(DeviceId(0))?;
-    /// driver.event_record(event, s)?;
-    /// driver.stream_wait_event(u, event)?;
-    /// sim.access(u, range, Access::Read, None)?;
-    /// assert_eq!(sim.longest_path(), 2);
-    /// # Ok(())
-    /// # }
-    /// ```
-    #[must_use]
-    pub fn longest_path(&self) -> u64 {
-        self.machine.lock().longest_path
-    }
-
     /// Writes violations that have been neither taken nor written before to standard error, as at
     /// the end of the machine. Returns whether there were any. Writes nothing under
     /// [`OnViolation::Quiet`](super::OnViolation::Quiet).

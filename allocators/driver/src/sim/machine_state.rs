@@ -77,8 +77,6 @@ pub(crate) struct MachineState {
     pub(crate) registrations: Registrations,
     pub(crate) violations: ViolationLog,
     pub(crate) accesses_checked: u64,
-    /// The length of the longest path.
-    pub(crate) longest_path: u64,
     /// Scratch buffer for the checks.
     pub(crate) findings: Vec<Finding>,
 
@@ -107,7 +105,7 @@ impl MachineState {
         });
         let mut components = ClockComponents::default();
         let (component, clock) = components.lease(Agent::Host, &Clock::default());
-        let host = HostAgent { component, clock, version: 1, path: 0 };
+        let host = HostAgent { component, clock, version: 1 };
         let seed = match config.schedule {
             Schedule::Seeded(seed) => seed,
             Schedule::Eager | Schedule::Stepped => 0,
@@ -137,7 +135,6 @@ impl MachineState {
             registrations: Registrations::default(),
             violations: ViolationLog::default(),
             accesses_checked: 0,
-            longest_path: 0,
             findings: Vec::new(),
             captures: Captures::default(),
             graphs: GraphTables::default(),
@@ -239,7 +236,6 @@ impl MachineState {
             executed: 0,
             queue: VecDeque::new(),
             capture: None,
-            path: 0,
         };
         match self.free_streams.pop() {
             Some(index) => {

@@ -48,9 +48,6 @@ pub(crate) struct Stream {
     pub(crate) queue: VecDeque<QueueItem>,
     /// The capture that it takes part in.
     pub(crate) capture: Option<u64>,
-    /// The length of the longest chain that ends with the last item queued here. See
-    /// `Sim::longest_path`.
-    pub(crate) path: u64,
 }
 
 /// Handles 0 and 1 are the legacy stream, 2 the thread's own default stream.
@@ -81,8 +78,6 @@ pub(crate) struct StreamPoint {
     pub(crate) count: u64,
     /// The clock at this point.
     pub(crate) clock: Clock,
-    /// The stream's path at this point.
-    pub(crate) path: u64,
 }
 
 /// An event, with its last record.

@@ -47,7 +47,6 @@ impl MachineState {
         }
         if self.streams[point.stream].executed < point.count {
             let component = self.streams[stream].component;
-            self.streams[stream].path = self.streams[stream].path.max(point.path);
             let work = Work::Wait { stream: point.stream, count: point.count };
             let action = Action {
                 count: 0,
@@ -75,21 +74,7 @@ impl MachineState {
             stream,
             count: s.enqueued,
             clock: if self.oracle { s.clock.clone() } else { Clock::default() },
-            path: s.path,
         }
-    }
-
-    /// Records that the host had to wait until the end of a path.
-    pub(crate) fn record_host_wait(&mut self, path: u64) {
-        self.host.path = self.host.path.max(path);
-    }
-
-    /// Adds one item to a stream's path.
-    fn extend_path(&mut self, stream: usize) {
-        let host = self.host.path;
-        let path = &mut self.streams[stream].path;
-        *path = (*path).max(host) + 1;
-        self.longest_path = self.longest_path.max(*path);
     }
 
     /// Returns whether a point has been reached.
@@ -226,7 +211,6 @@ impl MachineState {
             Work::Callback(call) => call.clock = self.point(stream).clock,
             _ => {}
         }
-        self.extend_path(stream);
         QueueItem { work: if accessible { work } else { Work::Inaccessible }, action }
     }
 
@@ -412,12 +396,8 @@ impl Machine {
         device: DeviceId,
         until: &StreamPoint,
     ) -> Result<(), ErrorCode> {
-        let waits = !state.reached(until.stream, until.count);
         let mut state = self.run_until(state, until.stream, until.count);
         state.device(device)?;
-        if waits {
-            state.record_host_wait(until.path);
-        }
         state.order_host_after(&until.clock);
         Ok(())
     }

@@ -412,58 +412,6 @@ fn without_the_oracle_bytes_are_still_kept_from_faulty_work() {
 }
 
 #[test]
-fn the_longest_path_grows_by_what_is_held_up_and_by_nothing_else() {
-    let m = stepped();
-    let (a, b, x) = (m.stream(), m.stream(), m.alloc(1));
-    for _ in 0..3 {
-        m.read(a, x);
-        m.read(b, x);
-    }
-    assert_eq!(m.sim.longest_path(), 3, "side by side");
-    // After the third of `a`: the fourth of `b` delays nothing, but the work after the wait does.
-    let event = m.fence(a);
-    for _ in 0..4 {
-        m.read(a, x);
-    }
-    m.driver.stream_wait_event(b, event).unwrap();
-    m.read(b, x);
-    assert_eq!(m.sim.longest_path(), 7, "what `a` was given after the event holds `b` up no more");
-    m.order(a, b);
-    m.read(b, x);
-    assert_eq!(m.sim.longest_path(), 8);
-    // A wait for completed work has no cost.
-    let c = m.stream();
-    m.sim.run_all();
-    m.order(b, c);
-    m.read(c, x);
-    assert_eq!((m.sim.longest_path(), m.sim.pending(c)), (8, 1));
-}
-
-#[test]
-fn work_the_host_waited_for_precedes_all_that_it_queues() {
-    let waits: [fn(&Machine, RawStream); 3] = [
-        |m, a| m.driver.stream_synchronize(a).unwrap(),
-        |m, a| m.driver.event_synchronize(m.fence(a)).unwrap(),
-        |m, _| m.driver.device_synchronize(GPU).unwrap(),
-    ];
-    for wait in waits {
-        let m = stepped();
-        let (a, b, x) = (m.stream(), m.stream(), m.alloc(1));
-        m.read(a, x);
-        m.read(a, x);
-        wait(&m, a);
-        m.read(b, x);
-        assert_eq!(m.sim.longest_path(), 3);
-        // A second query finds nothing to wait for, and a query never waits.
-        m.sim.run_all();
-        wait(&m, b);
-        assert!(m.driver.stream_query(b).unwrap());
-        m.read(a, x);
-        assert_eq!(m.sim.longest_path(), 3);
-    }
-}
-
-#[test]
 fn what_was_queued_before_a_mark_runs_and_nothing_behind_it() {
     let m = Machine::new(Sim::h200(1).symbolic().stepped());
     let (a, b, x) = (m.stream(), m.stream(), m.alloc(1));

@@ -6,7 +6,7 @@
 //! | `uses` | uses by other streams that outlive the free of their block |
 //! | `work` | the work on blocks: declared to the simulator's oracle, or none |
 //! | `stamp` | the same on real bytes |
-//! | `tally` | the cost of a round in calls, waits and concurrency |
+//! | `tally` | the cost of a round in calls and waits |
 //! | `bench` | one pass over a trace: checked, timed, or counted |
 //! | `record` | one pass for a memory snapshot |
 //! | `fit` | the search for the smallest budget |
@@ -24,7 +24,7 @@
 //! A third pass plays as many rounds as are timed. It counts the driver calls and the waits of each
 //! round. On the simulator the streams perform the reads and writes of the checked pass. On a GPU
 //! they have no work, so waits are at their minimum. A round ends when its last blocks are freed
-//! and its last uses are over. `tally` defines the concurrency cost of the waits.
+//! and its last uses are over.
 //!
 //! # How far the simulated device lags
 //! In the checked and the counted pass it runs `--lag` operations behind: when an operation begins,

@@ -5,7 +5,6 @@ use crate::{
     sim::{
         Sim,
         machine::{Machine, error_of},
-        queue::Stream,
     },
 };
 use std::sync::{Arc, atomic::Ordering};
@@ -56,11 +55,8 @@ unsafe impl Devices for Machine {
         let mut state = self.enter(call, Some(device))?;
         state.captures.reject_unsafe_call().map_err(error_of(call))?;
         self.cost(call, 0);
-        let busy = |stream: &&Stream| stream.device == device && stream.executed < stream.enqueued;
-        let path = state.streams.iter().filter(busy).map(|stream| stream.path).max();
         let mut state = self.run_device(state, device);
         state.device(device).map_err(error_of(call))?;
-        state.record_host_wait(path.unwrap_or(0));
         state.order_host_after_device(device);
         Ok(())
     }

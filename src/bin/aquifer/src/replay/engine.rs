@@ -171,11 +171,7 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
         let spot = Spot::of(block);
         let begin = |stream: &Stream| -> Result<Option<Use>> {
             let open = match self.order {
-                Order::Told => {
-                    let open = block.prepare(stream, Access::Read)?;
-                    self.work.follows(stream, &self.streams[facts.stream as usize]);
-                    Some(open)
-                }
+                Order::Told => Some(block.prepare(stream, Access::Read)?),
                 Order::Ignored => None,
             };
             self.work.read(index, spot, stream)?;

@@ -1,9 +1,6 @@
 //! The result of a replay, and its JSON form.
 
-use super::{
-    tally::Tally,
-    work::{Paths, Violations},
-};
+use super::{tally::Tally, work::Violations};
 use crate::cli::Allocator;
 use aquifer_benches::console::json;
 use aquifer_core::PoolStats;
@@ -155,7 +152,7 @@ impl Round {
 
     fn to_json(self) -> Value {
         let Self { ns, tally } = self;
-        let mut value = json!({
+        json!({
             "ns_per_op": rounded(ns, 1),
             "driver_calls": tally.driver_calls,
             "memory_calls": tally.memory_calls,
@@ -165,71 +162,7 @@ impl Round {
             "host_waits": tally.host_waits,
             "moves": tally.moves,
             "peak_physical_bytes": tally.peak_physical,
-        });
-        if let (Some(Paths { longest_stream, needed, taken }), Some(fields)) =
-            (tally.paths, value.as_object_mut())
-        {
-            let lengths = [
-                ("longest_stream", longest_stream),
-                ("needed_path", needed),
-                ("taken_path", taken),
-            ];
-            fields.extend(lengths.map(|(name, length)| (name.to_owned(), json!(length))));
-        }
-        value
-    }
-}
-
-/// The waits of several rounds together.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub(crate) struct Waits {
-    /// Per allocation or free.
-    pub(crate) fences: f64,
-    /// Per allocation or free.
-    pub(crate) stream_waits: f64,
-    /// Per allocation or free.
-    pub(crate) host_waits: f64,
-    /// [`Paths::cost`] over all rounds, or none if it is unknown.
-    pub(crate) concurrency: Option<f64>,
-}
-
-impl Waits {
-    /// Sums up `rounds`. Returns `None` if there are none.
-    pub(crate) fn of(rounds: &[Round]) -> Option<Self> {
-        let mut all = Tally::default();
-        let mut paths = Some(Paths::default());
-        for Round { tally, .. } in rounds {
-            all.operations += tally.operations;
-            all.fences += tally.fences;
-            all.stream_waits += tally.stream_waits;
-            all.host_waits += tally.host_waits;
-            paths = paths.zip(tally.paths).map(|(sum, more)| Paths {
-                longest_stream: sum.longest_stream + more.longest_stream,
-                needed: sum.needed + more.needed,
-                taken: sum.taken + more.taken,
-            });
-        }
-        (!rounds.is_empty()).then(|| Self {
-            fences: all.per_operation(all.fences),
-            stream_waits: all.per_operation(all.stream_waits),
-            host_waits: all.per_operation(all.host_waits),
-            concurrency: paths.map(|paths| paths.cost()),
         })
-    }
-
-    /// Returns the waits as JSON fields with these names. They are null if no round completed.
-    fn fields(rounds: &[Round], names: [&'static str; 5]) -> [(&'static str, Value); 5] {
-        let waits = Self::of(rounds);
-        let figure =
-            |value: Option<f64>| value.map_or(Value::Null, |value| json!(rounded(value, 6)));
-        let [fences, stream_waits, host_waits, cost, each] = names;
-        [
-            (fences, figure(waits.map(|waits| waits.fences))),
-            (stream_waits, figure(waits.map(|waits| waits.stream_waits))),
-            (host_waits, figure(waits.map(|waits| waits.host_waits))),
-            (cost, figure(waits.and_then(|waits| waits.concurrency))),
-            (each, rounds.iter().map(|round| round.to_json()).collect()),
-        ]
     }
 }
 
@@ -311,6 +244,7 @@ impl ReplayReport {
 
     /// Returns the report as one JSON object.
     pub(crate) fn to_json(&self) -> String {
+        let rounds = |rounds: &[Round]| rounds.iter().map(|round| round.to_json()).collect();
         let ns = |timing: Option<Timing>| timing.map_or(Value::Null, |t| json!(rounded(t.warm, 1)));
         let calls = self
             .driver_calls
@@ -347,15 +281,8 @@ impl ReplayReport {
             ("early_completions", json!(self.early_completions)),
             ("violations", json!(self.violations.count)),
             ("leaked_bytes", json!(self.leaked)),
+            ("rounds", rounds(&self.rounds)),
         ];
-        let names = [
-            "fences_per_op",
-            "stream_waits_per_op",
-            "host_waits_per_op",
-            "concurrency_cost",
-            "rounds",
-        ];
-        fields.extend(Waits::fields(&self.rounds, names));
         if let Some(search) = &self.fit {
             let fit = match search {
                 Search::Found(fit) => Some(fit),
@@ -364,14 +291,7 @@ impl ReplayReport {
             fields.push(("fit_bytes", json!(fit.map(|f| f.bytes))));
             fields.push(("ns_per_op_at_fit", ns(fit.map(|f| f.timing))));
             fields.push(("moves_at_fit", json!(fit.map(Fit::moves))));
-            let names = [
-                "fences_per_op_at_fit",
-                "stream_waits_per_op_at_fit",
-                "host_waits_per_op_at_fit",
-                "concurrency_cost_at_fit",
-                "rounds_at_fit",
-            ];
-            fields.extend(Waits::fields(fit.map_or(&[], |f| &f.rounds), names));
+            fields.push(("rounds_at_fit", rounds(fit.map_or(&[], |f| &f.rounds))));
         }
         json::object(&fields)
     }

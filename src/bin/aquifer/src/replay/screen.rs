@@ -1,7 +1,10 @@
 //! The result of a replay on one screen: at most 24 lines of 80 columns. The last line is the
 //! suggested next command.
 
-use super::report::{ReplayFailure, ReplayReport, Round, Search, Timing, Waits};
+use super::{
+    report::{ReplayFailure, ReplayReport, Round, Search, Timing},
+    tally::Tally,
+};
 use crate::{
     cli::{Allocator, DEFAULT_LAG},
     output::{WIDTH, row},
@@ -341,24 +344,25 @@ fn moves(rounds: &[Round]) -> String {
     }
 }
 
-/// Describes the waits and their cost.
+/// Describes the fences and waits of all rounds together.
 fn order(lines: &mut Vec<String>, rounds: &[Round]) {
-    let Some(waits) = Waits::of(rounds) else { return };
-    let cost = match waits.concurrency {
-        Some(cost) => format!("{cost:.3} x"),
-        None => "not known".to_owned(),
-    };
-    let per_thousand = |count: f64| match count * 1000.0 {
+    let sum = |of: fn(&Tally) -> u64| rounds.iter().map(|round| of(&round.tally)).sum::<u64>();
+    let operations = sum(|tally| tally.operations);
+    if operations == 0 {
+        return;
+    }
+    let per_thousand = |count: u64| match count as f64 * 1000.0 / operations as f64 {
         few if few < 9.95 => format!("{few:.1}"),
         many => format!("{many:.0}"),
     };
     let remark = format!(
-        "{} fences, {} stream, {} host waits per 1,000",
-        per_thousand(waits.fences),
-        per_thousand(waits.stream_waits),
-        per_thousand(waits.host_waits)
+        "per 1,000: {} fences, {} stream, {} host waits",
+        per_thousand(sum(|tally| tally.fences)),
+        per_thousand(sum(|tally| tally.stream_waits)),
+        per_thousand(sum(|tally| tally.host_waits))
     );
-    row(lines, "waits cost", &cost, &remark);
+    let waits = sum(|tally| tally.stream_waits + tally.host_waits);
+    row(lines, "waits", &Count(waits).to_string(), &remark);
 }
 
 /// Returns the allocator's name in words.

@@ -1,28 +1,6 @@
-//! The cost of a round besides memory and time: driver calls, fences, waits, moves, and
-//! concurrency.
-//!
-//! # Concurrency
-//! Waits that order one stream behind another reduce concurrency, and a host clock does not show
-//! it. On the simulator, therefore, each read and write counts as one unit of time, the device runs
-//! all streams in parallel, and three lengths are compared:
-//!
-//! - `longest_stream`: the reads and writes of the stream that has the most. No order can be
-//!   faster.
-//! - `needed_path`: the longest chain of reads and writes in the order of each stream and of the
-//!   trace itself, where another stream uses a block after its owner's work.
-//! - `taken_path`: the longest chain as queued, with each wait that the allocator inserted, on the
-//!   device or on the host.
-//!
-//! The *concurrency cost* is `taken_path / needed_path`, at least 1. It is the factor by which the
-//! allocator's waits lengthen the streams' work. N streams of equal work that are fully serialised
-//! cost N, even if the reason is that memory never holds more than one of them. A wait for work
-//! that had already run when the wait was queued counts in neither path. A host that polls instead
-//! of blocking, as it does under a deadline, is not visible in `taken_path` but counts as host
-//! waits.
-//!
-//! A GPU reports no such lengths. There only the counts are available.
+//! The cost of a round besides memory and time: driver calls, fences, waits and moves.
 
-use super::work::{Paths, Work};
+use super::work::Work;
 use aquifer_core::PoolStats;
 use aquifer_driver::{Call, CallCounts};
 use std::ops::Sub;
@@ -49,8 +27,6 @@ pub(crate) struct Tally {
     /// The peak of bytes held from the driver since the beginning. A difference keeps the later
     /// value.
     pub(crate) peak_physical: u64,
-    /// The lengths of the work, or none if they are unknown.
-    pub(crate) paths: Option<Paths>,
 }
 
 impl Tally {
@@ -69,7 +45,6 @@ impl Tally {
             host_waits: stats.host_waits,
             moves: stats.moves,
             peak_physical: stats.peak_physical,
-            paths: work.paths(),
             ..Self::default()
         };
         for (call, count) in calls.made() {
@@ -82,11 +57,6 @@ impl Tally {
         }
         tally
     }
-
-    /// Returns `count` per allocation or free.
-    pub(crate) fn per_operation(&self, count: u64) -> f64 {
-        count as f64 / self.operations.max(1) as f64
-    }
 }
 
 /// The counts between two points in time. Counts only grow.
@@ -94,11 +64,6 @@ impl Sub for Tally {
     type Output = Self;
 
     fn sub(self, earlier: Self) -> Self {
-        let paths = self.paths.zip(earlier.paths).map(|(now, then)| Paths {
-            longest_stream: now.longest_stream - then.longest_stream,
-            needed: now.needed - then.needed,
-            taken: now.taken - then.taken,
-        });
         debug_assert!(self.memory_calls + self.event_calls <= self.driver_calls);
         Self {
             operations: self.operations - earlier.operations,
@@ -110,7 +75,6 @@ impl Sub for Tally {
             host_waits: self.host_waits - earlier.host_waits,
             moves: self.moves - earlier.moves,
             peak_physical: self.peak_physical,
-            paths,
         }
     }
 }
@@ -165,15 +129,7 @@ mod tests {
         let tally = Tally::now(2, &calls, &stats, &Idle);
         assert_eq!((tally.memory_calls, tally.event_calls), (14, 6));
         assert_eq!(tally.driver_calls, Call::ALL.len() as u64);
-        assert_eq!((tally.fences, tally.per_operation(tally.fences), tally.paths), (3, 1.5, None));
+        assert_eq!(tally.fences, 3);
         assert_eq!(tally - tally, Tally::default());
-    }
-
-    #[test]
-    fn the_cost_is_that_of_the_waits_alone() {
-        let paths = Paths { longest_stream: 50, needed: 100, taken: 125 };
-        assert_eq!(paths.cost(), 1.25);
-        assert_eq!(Paths::default().cost(), 1.0, "nothing was done");
-        assert_eq!(Paths { needed: 7, taken: 6, ..paths }.cost(), 1.0);
     }
 }

@@ -12,7 +12,7 @@ use std::{
     collections::VecDeque,
     fmt::{Debug, Write},
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Mutex, PoisonError,
         atomic::{AtomicU32, Ordering},
     },
 };
@@ -27,24 +27,6 @@ pub(crate) struct Violations {
     pub(crate) count: u64,
     /// Descriptions of the first few.
     pub(crate) first: Vec<String>,
-}
-
-/// Lengths in reads and writes. See the [module documentation](super::tally).
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub(crate) struct Paths {
-    /// The length of the longest stream.
-    pub(crate) longest_stream: u64,
-    /// The longest chain in the order that the trace requires.
-    pub(crate) needed: u64,
-    /// The longest chain as queued.
-    pub(crate) taken: u64,
-}
-
-impl Paths {
-    /// Returns the factor by which the allocator's waits lengthen the work, at least 1.
-    pub(crate) fn cost(&self) -> f64 {
-        self.taken.max(self.needed).max(1) as f64 / self.needed.max(1) as f64
-    }
 }
 
 /// The location of a block on the device.
@@ -76,15 +58,6 @@ pub(crate) trait Work: Debug + Send + Sync + 'static {
 
     /// A stream reads all of it.
     fn read(&self, block: u32, spot: Spot, stream: &Stream) -> Result<()>;
-
-    /// Records that `stream` is ordered after all work queued on `home` so far, because the trace
-    /// requires it.
-    fn follows(&self, _stream: &Stream, _home: &Stream) {}
-
-    /// Returns the lengths of the work so far, or `None` if they are unknown.
-    fn paths(&self) -> Option<Paths> {
-        None
-    }
 
     /// Returns the driver calls that it has made itself.
     fn driver_calls(&self) -> Vec<(Call, u64)> {
@@ -135,7 +108,6 @@ pub(crate) struct Declared {
     lag: u32,
     /// What was queued when each of the last `lag` operations began, the oldest first.
     marks: Mutex<VecDeque<Vec<u64>>>,
-    lanes: Mutex<Vec<StreamLane>>,
     /// The names of each row's work in reports, or none if reports are not read.
     labels: Option<Labels>,
     row: AtomicU32,
@@ -185,14 +157,6 @@ fn told(violation: &Violation) -> String {
     text
 }
 
-/// The reads and writes of one stream.
-#[derive(Clone, Copy, Default, Debug)]
-struct StreamLane {
-    own: u64,
-    /// The longest chain that ends with the last of them, in the order that the trace requires.
-    needed: u64,
-}
-
 impl Declared {
     /// Creates work that is declared to `sim`, a stepped one, which runs it `lag` operations of the
     /// trace behind.
@@ -201,7 +165,6 @@ impl Declared {
             sim: sim.clone(),
             lag,
             marks: Mutex::default(),
-            lanes: Mutex::default(),
             labels: None,
             row: AtomicU32::new(0),
         }
@@ -212,21 +175,10 @@ impl Declared {
         Self { labels: Some(Labels::of(trace)), ..Self::new(sim, lag) }
     }
 
-    fn lanes(&self, streams: &[&Stream]) -> MutexGuard<'_, Vec<StreamLane>> {
-        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
-        let most = streams.iter().map(|stream| stream.number() as usize + 1).max().unwrap_or(0);
-        if lanes.len() < most {
-            lanes.resize(most, StreamLane::default());
-        }
-        lanes
-    }
-
     #[track_caller]
     fn tell(&self, spot: Spot, stream: &Stream, access: Access) -> Result<()> {
         let device = stream.device();
         let range = DeviceRange { device, address: spot.address, bytes: spot.bytes };
-        let lane = &mut self.lanes(&[stream])[stream.number() as usize];
-        (lane.own, lane.needed) = (lane.own + 1, lane.needed + 1);
         let told = match &self.labels {
             Some(labels) => {
                 let name = labels.name(self.row.load(Ordering::Relaxed), access);
@@ -261,25 +213,6 @@ impl Work for Declared {
         self.tell(spot, stream, Access::Read)
     }
 
-    fn follows(&self, stream: &Stream, home: &Stream) {
-        // Work that has already run delays nothing.
-        if self.sim.pending(home.raw()) > 0 {
-            let mut lanes = self.lanes(&[stream, home]);
-            let before = lanes[home.number() as usize].needed;
-            let lane = &mut lanes[stream.number() as usize];
-            lane.needed = lane.needed.max(before);
-        }
-    }
-
-    fn paths(&self) -> Option<Paths> {
-        let lanes = self.lanes(&[]);
-        Some(Paths {
-            longest_stream: lanes.iter().map(|lane| lane.own).max().unwrap_or(0),
-            needed: lanes.iter().map(|lane| lane.needed).max().unwrap_or(0),
-            taken: self.sim.longest_path(),
-        })
-    }
-
     fn verdict(&self) -> Result<Verdict> {
         let found = self.sim.violations();
         let count = found.iter().map(|violation| violation.count).sum();
@@ -288,42 +221,5 @@ impl Work for Declared {
             checked: self.sim.accesses_checked(),
             violations: Violations { count, first },
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use aquifer_device::{DevicePool, PoolConfig, Request};
-    use aquifer_driver::{DeviceId, sim::OnViolation};
-
-    #[test]
-    fn the_paths_tell_the_order_of_the_trace_from_that_of_the_allocator() {
-        // The pool does not know the order of `v` after `u`.
-        let sim = Sim::h200(1).symbolic().stepped().on_violation(OnViolation::Quiet);
-        let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
-        let streams = [(); 3].map(|()| pool.stream().unwrap());
-        let [s, u, v] = &streams;
-        let work = Declared::new(&sim, 0);
-        let block = pool.alloc(s, Request::bytes(512)).unwrap();
-        let spot = Spot::of(&block);
-        for _ in 0..4 {
-            work.write(0, spot, s).unwrap();
-        }
-        assert_eq!(work.paths(), Some(Paths { longest_stream: 4, needed: 4, taken: 4 }));
-        // The trace orders u after s and declares it.
-        let used = block.prepare(u, Access::Read).unwrap();
-        work.follows(u, s);
-        work.read(0, spot, u).unwrap();
-        assert_eq!(work.paths(), Some(Paths { longest_stream: 4, needed: 5, taken: 5 }));
-        // An order of v after u that the trace does not require: only an allocator adds it.
-        let event = pool.driver().event_create(DeviceId(0)).unwrap();
-        pool.driver().event_record(event, u.raw()).unwrap();
-        pool.driver().stream_wait_event(v.raw(), event).unwrap();
-        work.read(0, spot, v).unwrap();
-        let paths = work.paths().unwrap();
-        assert_eq!(paths, Paths { longest_stream: 4, needed: 5, taken: 6 });
-        assert_eq!(paths.cost(), 1.2);
-        used.finish().unwrap();
     }
 }

@@ -1,14 +1,9 @@
 //! Tests of the screen, line by line.
 
 use super::*;
-use crate::replay::{
-    report::Fit,
-    tally::Tally,
-    work::{Paths, Violations},
-};
+use crate::replay::{report::Fit, work::Violations};
 
 fn rounds() -> Vec<Round> {
-    let paths = Paths { longest_stream: 9_000, needed: 10_000, taken: 12_345 };
     let first = Tally {
         operations: 24_000,
         driver_calls: 23_192,
@@ -19,7 +14,6 @@ fn rounds() -> Vec<Round> {
         host_waits: 3,
         moves: 2_980,
         peak_physical: 14 << 30,
-        paths: Some(paths),
     };
     let later =
         Tally { driver_calls: 2_400, memory_calls: 0, event_calls: 2_400, moves: 12, ..first };
