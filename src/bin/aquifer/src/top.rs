@@ -7,7 +7,6 @@
 //! | `reading` | one reading of all processes, and what happened in a second, by two |
 //! | `shared` | the memories that processes share |
 //! | `sums` | sums over pools: of a process, a place in it, and a device |
-//! | `history` | physical memory over the last minutes |
 //! | `monitor` | the readings one after the other, and dead processes |
 //! | `table` | columns and lines |
 //! | `json` | one reading as JSON |
@@ -16,7 +15,6 @@
 //! | `session` | the terminal, and its restoration |
 
 mod driver;
-mod history;
 mod json;
 mod monitor;
 mod reading;

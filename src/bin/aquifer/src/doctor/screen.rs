@@ -2,8 +2,7 @@
 
 use super::{
     facts::{Facts, Finding, Gpu, Kind, gigabytes},
-    probe::{PROBE_BYTES, Probe, Target},
-    transports::TransportTrial,
+    probe::{PROBE_BYTES, Probe},
 };
 use crate::ledgers::{self, SharedMemory};
 use aquifer_benches::console::{figures::Count, json, layout::wrap};
@@ -43,33 +42,41 @@ impl Diagnosis {
         page(self)
     }
 
-    /// Returns everything as one JSON object. Sizes are in bytes, rates in bytes per second.
+    /// Returns the texts of the page as one JSON object.
     pub(crate) fn to_json(&self) -> String {
         json(self)
     }
 }
 
+/// Returns what the driver and the kernel say, and the probes: each text under its label.
+fn facts(diagnosis: &Diagnosis) -> Vec<(String, String)> {
+    let mut facts = vec![("driver".to_owned(), driver(diagnosis))];
+    let mut say = |label: &str, says: String| facts.push((label.to_owned(), says));
+    match &diagnosis.facts.gpus {
+        Ok(gpus) => gpus.iter().for_each(|gpu| say(&gpu.info.device.to_string(), device(gpu))),
+        Err(_) => say(
+            "devices",
+            "none; a simulated NVIDIA H200 stands in for tests and replays".to_owned(),
+        ),
+    }
+    match &diagnosis.facts.host {
+        Ok(host) => self::host(host, &mut say),
+        Err(e) => say("host", format!("unknown: {e}")),
+    }
+    for probe in &diagnosis.probes {
+        say("probe", self::probe(probe));
+    }
+    for line in ledgers::lines(&diagnosis.shared) {
+        say("shared", line);
+    }
+    facts
+}
+
 fn page(diagnosis: &Diagnosis) -> String {
     let mut page =
         Page { lines: vec!["aquifer doctor".to_owned(), String::new()], label: String::new() };
-    page.say("driver", &driver(diagnosis));
-    match &diagnosis.facts.gpus {
-        Ok(gpus) => {
-            gpus.iter().for_each(|gpu| page.say(&gpu.info.device.to_string(), &device(gpu)));
-        }
-        Err(_) => {
-            page.say("devices", "none; a simulated NVIDIA H200 stands in for tests and replays");
-        }
-    }
-    match &diagnosis.facts.host {
-        Ok(host) => self::host(host, &mut page),
-        Err(e) => page.say("host", &format!("unknown: {e}")),
-    }
-    for probe in &diagnosis.probes {
-        page.say("probe", &self::probe(probe));
-    }
-    for line in ledgers::lines(&diagnosis.shared) {
-        page.say("shared", &line);
+    for (label, says) in facts(diagnosis) {
+        page.say(&label, &says);
     }
     page.lines.push(String::new());
     for finding in of(diagnosis, Kind::Gets) {
@@ -157,9 +164,9 @@ fn device(gpu: &Gpu) -> String {
     parts.join(", ")
 }
 
-fn host(host: &Topology, page: &mut Page) {
+fn host(host: &Topology, say: &mut impl FnMut(&str, String)) {
     if host.nodes().is_empty() {
-        page.say("nodes", "none that are known");
+        say("nodes", "none that are known".to_owned());
     }
     for node in host.nodes() {
         let ours = node.allowed_cpus.len();
@@ -178,10 +185,10 @@ fn host(host: &Topology, page: &mut Page) {
             _ => "memory unknown".to_owned(),
         };
         let whose = if node.device_memory.value == Some(true) { "; a device's" } else { "" };
-        page.say("nodes", &format!("{}: {cpus}; {memory}{whose}", node.id));
+        say("nodes", format!("{}: {cpus}; {memory}{whose}", node.id));
     }
-    page.say("pages", &pages(host));
-    page.say("limits", &limits(host));
+    say("pages", pages(host));
+    say("limits", limits(host));
 }
 
 fn pages(host: &Topology) -> String {
@@ -254,113 +261,27 @@ fn probe(probe: &Probe) -> String {
 }
 
 fn json(diagnosis: &Diagnosis) -> String {
-    let facts = &diagnosis.facts;
-    // The cast saturates, which no real rate reaches.
-    let whole = |rate: f64| json!(rate.round() as u64);
-    let devices =
-        facts.gpus.as_ref().map_or(Vec::new(), |gpus| gpus.iter().map(device_json).collect());
+    let gpus = &diagnosis.facts.gpus;
     let says = |kind: Kind| Value::Array(of(diagnosis, kind).map(|f| json!(f.says)).collect());
     let warnings = of(diagnosis, Kind::Warning)
         .map(|f| json!({ "says": f.says, "fix": f.fix.as_deref().unwrap_or(NOTHING) }));
-    let probes = diagnosis.probes.iter().map(|probe| {
-        let made = probe.region.as_ref();
-        let placement = made.ok().map(|made| &made.report.placement);
-        json!({
-            "device": if let Target::Device(device, _) = probe.target { Some(device.0) } else { None },
-            "node": probe.target.node().map(|id| id.0),
-            "bytes": PROBE_BYTES,
-            "pages_on_node": placement.map(|placement| placement.on_node()),
-            "pages_elsewhere": placement.map(|placement| placement.elsewhere()),
-            "pages_unknown": placement.map(|placement| placement.unknown),
-            "error": made.err().map(ToString::to_string),
-            "pinned": made.is_ok_and(|made| made.report.pinned_by != PinnedBy::Nobody),
-            "pages": made.ok().map(|made| made.report.pages.to_string()),
-            "make": made.ok().map(|made| whole(made.make)),
-            "fill": made.ok().map(|made| whole(made.fill)),
-            "up": probe.link.as_ref().and_then(|link| link.as_ref().ok()).map(|link| whole(link.up)),
-            "down": probe.link.as_ref().and_then(|link| link.as_ref().ok()).map(|link| whole(link.down)),
-            "copy_error": probe.link.as_ref().and_then(|link| link.as_ref().err()).map(ToString::to_string),
-        })
-    });
+    let facts = facts(diagnosis);
+    let facts = facts.iter().map(|(about, says)| json!({ "about": about, "says": says }));
     json::object(&[
         (
             "driver",
             json!({
-                "present": facts.gpus.is_ok(),
-                "reason": facts.gpus.as_ref().err().map(ToString::to_string),
-                "cuda_version": facts.version,
+                "present": gpus.is_ok(),
+                "reason": gpus.as_ref().err().map(ToString::to_string),
+                "cuda_version": diagnosis.facts.version,
             }),
         ),
-        ("devices", Value::Array(devices)),
-        ("host", facts.host.as_ref().map_or(Value::Null, host_json)),
-        ("probes", Value::Array(probes.collect())),
+        ("facts", Value::Array(facts.collect())),
         ("shared", ledgers::as_json(&diagnosis.shared)),
         ("gets", says(Kind::Gets)),
         ("not_more", says(Kind::Limit)),
         ("warnings", Value::Array(warnings.collect())),
     ])
-}
-
-fn device_json(gpu: &Gpu) -> Value {
-    let info = &gpu.info;
-    json!({
-        "ordinal": info.device.0,
-        "name": info.name,
-        "compute_capability": format!("{}.{}", info.compute_capability.0, info.compute_capability.1),
-        "memory_bytes": info.memory,
-        "free_bytes": gpu.memory.map(|m| m.free),
-        "pci_address": info.pci_address,
-        "node": gpu.node.as_ref().and_then(|node| node.value).map(|id| id.0),
-        "host_memory_node": gpu.memory_node.as_ref().and_then(|node| node.value).map(|id| id.0),
-        "node_source": gpu.node.as_ref().map(|node| node.source.to_string()),
-        "virtual_memory": info.virtual_memory,
-        "granularity_bytes": info.granularity,
-        "async_pools": info.async_pools,
-        "integrated": info.integrated,
-        "transports": gpu.transports.iter().map(|(way, trial)| json!({
-            "name": way.name(),
-            "works": *trial == TransportTrial::Works,
-        })).collect::<Vec<_>>(),
-        "peers": info.peers.iter().map(|peer| peer.0).collect::<Vec<_>>(),
-    })
-}
-
-fn host_json(host: &Topology) -> Value {
-    let pool =
-        |p: &HugePool| json!({ "page_bytes": p.page_size, "total": p.total, "free": p.free });
-    let nodes = host.nodes().iter().map(|node| {
-        json!({
-            "id": node.id.0,
-            "cpus": node.cpus.to_string(),
-            "allowed_cpus": node.allowed_cpus.to_string(),
-            "memory_allowed": node.memory_allowed,
-            "device_memory": node.device_memory.value,
-            "movable_only": node.movable_only.value,
-            "memory_bytes": node.memory,
-            "free_bytes": node.free,
-            "huge_pools": node.huge_pools.iter().map(pool).collect::<Vec<_>>(),
-        })
-    });
-    let thp = host.thp().value.map(|mode| match mode {
-        ThpMode::Always => "always",
-        ThpMode::Madvise => "madvise",
-        ThpMode::Never => "never",
-    });
-    let (limits, headroom) = (host.limits(), host.headroom().ok());
-    json!({
-        "nodes": nodes.collect::<Vec<_>>(),
-        "page_bytes": host.page_size().value,
-        "transparent_huge_pages": thp,
-        "huge_pools": host.huge_pools().iter().map(pool).collect::<Vec<_>>(),
-        "headroom_bytes": headroom.as_ref().and_then(|headroom| headroom.bytes.value),
-        "headroom_source": headroom.as_ref().map(|headroom| headroom.bytes.source.to_string()),
-        "free_huge_page_bytes": headroom.as_ref().map(|headroom| headroom.huge_pages),
-        "cgroup_limit_bytes": host.memory_limit().value.map(|limit| limit.limit),
-        "cgroup_remaining_bytes": host.memory_limit().value.map(|limit| limit.remaining),
-        "locked_memory_bytes": limits.locked_memory.value,
-        "max_map_count": limits.mappings.value,
-        "overcommit": limits.overcommit.value,
-    })
 }
 
 #[cfg(test)]
@@ -394,9 +315,7 @@ mod tests {
             transports: Vec::new(),
         };
         assert!(!device(&gpu(&info)).contains("reach"));
-        assert_eq!(device_json(&gpu(&info))["peers"], json!([]));
         info.peers = vec![DeviceId(1), DeviceId(3)];
         assert!(device(&gpu(&info)).ends_with("kernels reach the memory of device 1 and device 3"));
-        assert_eq!(device_json(&gpu(&info))["peers"], json!([1, 3]));
     }
 }

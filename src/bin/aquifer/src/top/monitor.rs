@@ -2,7 +2,6 @@
 
 use super::{
     driver::DriverCounts,
-    history::Histories,
     reading::{EarlierCounts, Reading},
     sums::{self, DeviceSum, ProcessSum},
 };
@@ -31,7 +30,6 @@ pub(super) struct Monitor {
     dead: HashMap<PathBuf, Instant>,
     /// Dead processes that are not shown.
     pub(super) hidden_dead: usize,
-    pub(super) histories: Histories,
     /// The processes of the last reading, in its order.
     pub(super) processes: Vec<ProcessSum>,
     pub(super) devices: Vec<DeviceSum>,
@@ -53,7 +51,6 @@ impl Monitor {
             last: None,
             dead: HashMap::new(),
             hidden_dead: 0,
-            histories: Histories::default(),
             processes: Vec::new(),
             devices: Vec::new(),
             seconds: None,
@@ -84,13 +81,6 @@ impl Monitor {
             reading.processes.iter().map(|process| ProcessSum::of(process, &earlier)).collect();
         self.seconds = before.as_ref().map(|before| (reading.at - before.at).as_secs_f64());
         self.devices = sums::devices(reading.processes.iter(), &self.driver.read());
-        for process in &self.processes {
-            // A dead process holds nothing.
-            let physical = if process.is_alive { process.shown().physical } else { 0 };
-            self.histories.add(&process.path, reading.at, physical);
-        }
-        let shown: HashSet<&Path> = self.processes.iter().map(|process| &*process.path).collect();
-        self.histories.retain(|path| shown.contains(path));
         self.last = Some(reading);
         Ok(())
     }

@@ -130,7 +130,7 @@ fn table_page(
             (_, false) => palette.place,
         };
         let style = if number == selected { style.patch(palette.selected) } else { style };
-        page.push((line.text(&layout, monitor), style));
+        page.push((line.text(&layout), style));
     }
 }
 

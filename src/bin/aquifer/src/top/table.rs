@@ -26,12 +26,11 @@ pub(super) enum Column {
     Growths,
     Moves,
     Waits,
-    History,
 }
 
 /// The columns from left to right, with their titles and widths, and how early a narrow terminal
 /// gives them up. Those at 0 stay.
-const COLUMNS: [(Column, &str, usize, u32); 13] = [
+const COLUMNS: [(Column, &str, usize, u32); 12] = [
     (Column::Process, "PID", 7, 0),
     (Column::Command, "COMMAND", LEAST_COMMAND, 0),
     // With room for the mark of the column that is sorted by.
@@ -45,7 +44,6 @@ const COLUMNS: [(Column, &str, usize, u32); 13] = [
     (Column::Growths, "GROW/s", 7, 9),
     (Column::Moves, "MOVE/s", 7, 10),
     (Column::Waits, "WAIT/s", 7, 8),
-    (Column::History, "LAST 4 MIN", 24, 11),
 ];
 
 /// The least width of the column of commands, and what it has before less important columns come.
@@ -60,11 +58,7 @@ impl Column {
     }
 
     fn is_right(self) -> bool {
-        !matches!(self, Self::Command | Self::History)
-    }
-
-    pub(super) fn can_sort(self) -> bool {
-        self != Self::History
+        self != Self::Command
     }
 }
 
@@ -140,7 +134,7 @@ impl SortOrder {
         let by = match self.column {
             Column::Process => a.process.cmp(&b.process),
             Column::Command => a.command.cmp(&b.command),
-            Column::Physical | Column::History => x.physical.cmp(&y.physical),
+            Column::Physical => x.physical.cmp(&y.physical),
             Column::Live => x.live.cmp(&y.live),
             Column::Cached => x.cached.cmp(&y.cached),
             Column::Pending => x.pending.cmp(&y.pending),
@@ -192,11 +186,11 @@ impl TableLine<'_> {
     }
 
     /// Returns the text of the line.
-    pub(super) fn text(&self, layout: &TableLayout, monitor: &Monitor) -> String {
-        layout.join(|column| self.cell(column, layout, monitor))
+    pub(super) fn text(&self, layout: &TableLayout) -> String {
+        layout.join(|column| self.cell(column))
     }
 
-    fn cell(&self, column: Column, layout: &TableLayout, monitor: &Monitor) -> String {
+    fn cell(&self, column: Column) -> String {
         let sum = self.place.map_or_else(|| self.process.shown(), |place| &place.sum);
         let unknown = || UNKNOWN.to_owned();
         let in_a_second = |pick: fn(super::reading::Rates) -> f64| {
@@ -220,14 +214,6 @@ impl TableLine<'_> {
             Column::Growths => in_a_second(|rates| rates.growths),
             Column::Moves => in_a_second(|rates| rates.moves),
             Column::Waits => in_a_second(|rates| rates.waits),
-            Column::History => match (&monitor.last, self.place) {
-                (Some(last), None) => {
-                    let columns =
-                        layout.0.iter().find(|(found, _)| *found == column).map_or(0, |(_, n)| *n);
-                    monitor.histories.bars(&self.process.path, last.at, columns)
-                }
-                _ => String::new(),
-            },
         }
     }
 
@@ -343,13 +329,11 @@ pub(super) fn page(monitor: &Monitor, width: Option<usize>) -> String {
             }
         }
     }
-    // One reading has no history.
-    layout.0.retain(|(column, _)| *column != Column::History);
     let mut page = vec![summary(monitor)];
     page.extend(monitor.devices.iter().map(device_line));
     page.extend(shared_lines(monitor, width.unwrap_or(PRINTED_WIDTH), usize::MAX));
     page.push(layout.titles(order));
-    page.extend(lines.iter().map(|line| line.text(&layout, monitor)));
+    page.extend(lines.iter().map(|line| line.text(&layout)));
     page.extend(errors(monitor).map(|error| format!("unreadable: {error}")));
     let page = page.iter().map(|line| match width {
         Some(width) => fit(line, width, false).trim_end().to_owned(),
@@ -377,6 +361,6 @@ mod tests {
         for column in [Column::Physical, Column::Live, Column::Cached, Column::Peak] {
             assert!(has(60, column), "{column:?}");
         }
-        assert!(!has(60, Column::History) && has(160, Column::History));
+        assert!(!has(60, Column::Moves) && has(160, Column::Moves));
     }
 }

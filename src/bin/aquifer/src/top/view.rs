@@ -128,8 +128,7 @@ impl View {
     }
 
     fn sort_by_neighbour(&mut self, layout: &TableLayout, right: bool) {
-        let columns: Vec<Column> =
-            layout.0.iter().map(|(column, _)| *column).filter(|c| c.can_sort()).collect();
+        let columns: Vec<Column> = layout.0.iter().map(|(column, _)| *column).collect();
         // A column that a narrower terminal does not show any more leads to the first.
         let at = columns.iter().position(|column| *column == self.order.column);
         let next = match (at, right) {
