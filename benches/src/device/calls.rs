@@ -22,8 +22,6 @@ const HANDLES: [u64; 4] = [2 << 20, 8 << 20, 32 << 20, 128 << 20];
 const WHOLE: u64 = 1 << 30;
 /// The steps, in the order of timing.
 const STEPS: [&str; 5] = ["create", "map", "set access", "unmap", "release"];
-/// Sizes of handles that are shared with other devices, in bytes.
-const SHARED: [u64; 2] = [2 << 20, 64 << 20];
 const EVENTS: [&str; 4] = [
     "driver event create and destroy",
     "driver event record",
@@ -43,15 +41,6 @@ fn move_name(bytes: u64) -> String {
     format!("driver move, a handle of {}", size(bytes))
 }
 
-fn access_name(bytes: u64, peers: usize) -> String {
-    format!("driver set access, {}, {peers} peer{}", size(bytes), if peers == 1 { "" } else { "s" })
-}
-
-/// Returns the rows for each number of peers, from none up to all other devices.
-fn access_names(bench: &DeviceBench<'_>, bytes: u64) -> Vec<String> {
-    (0..bench.devices as usize).map(|peers| access_name(bytes, peers)).collect()
-}
-
 pub(super) fn names(bench: &DeviceBench<'_>) -> Vec<String> {
     if !bench.driver {
         return Vec::new();
@@ -61,9 +50,8 @@ pub(super) fn names(bench: &DeviceBench<'_>) -> Vec<String> {
             STEPS.into_iter().flat_map(move |s| [step_name(s, bytes), whole_name(s, bytes)]);
         steps.chain([move_name(bytes)])
     };
-    let accesses = SHARED.into_iter().flat_map(|bytes| access_names(bench, bytes));
     let events = EVENTS.map(str::to_owned);
-    HANDLES.into_iter().flat_map(of_size).chain(accesses).chain(events).collect()
+    HANDLES.into_iter().flat_map(of_size).chain(events).collect()
 }
 
 pub(super) fn measure(bench: &mut DeviceBench<'_>) -> Result<()> {
@@ -73,7 +61,6 @@ pub(super) fn measure(bench: &mut DeviceBench<'_>) -> Result<()> {
         for bytes in HANDLES {
             handles(bench, &session, bytes).map_err(lost)?;
         }
-        accesses(bench, &session)?;
     } else {
         let rows = names(bench);
         for row in rows.iter().filter(|row| !EVENTS.contains(&row.as_str())) {
@@ -216,59 +203,6 @@ fn timed(work: impl FnOnce() -> Result<(), DriverError>) -> Result<f64, DriverEr
     let begun = Instant::now();
     work()?;
     Ok(begun.elapsed().as_nanos() as f64)
-}
-
-/// Measures setting access to one mapping for its own device and an increasing number of peers.
-/// Rows that need more peers than can access it are left out.
-fn accesses(bench: &mut DeviceBench<'_>, session: &Session) -> Result<()> {
-    let names: Vec<_> = SHARED.into_iter().flat_map(|bytes| access_names(bench, bytes)).collect();
-    if !names.iter().any(|name| bench.sheet.wants(name)) {
-        return Ok(());
-    }
-    let lost = |e| MemoryError::driver(session.device, e);
-    let (devices, refused) = reaching(bench, session).map_err(lost)?;
-    for bytes in SHARED {
-        for (peers, name) in access_names(bench, bytes).iter().enumerate() {
-            if !bench.sheet.wants(name) || !bench.has_room(name, bytes, false) {
-                continue;
-            }
-            let Some(devices) = devices.get(..=peers) else {
-                let reason =
-                    refused.map_or_else(|| "nobody said why".to_owned(), |e| e.to_string());
-                bench
-                    .sheet
-                    .leave_out(name, format!("{} devices can reach it: {reason}", devices.len()));
-                continue;
-            };
-            let figure = repeat(bench.pace, || {
-                // A new mapping each time: access that is already set may be cheaper to set.
-                let range = Range::mapped(session, bytes)?;
-                timed(|| range.set_access(devices)).map(|ns| [ns])
-            });
-            let [ns] = figure.map_err(lost)?;
-            bench.sheet.add(name, Unit::UsPerHandle, ns, None);
-        }
-    }
-    Ok(())
-}
-
-/// Returns the devices that can access memory of the session's device, its own first, and the error
-/// of the first one that cannot. On some machines only some pairs of devices are linked.
-fn reaching(
-    bench: &DeviceBench<'_>,
-    session: &Session,
-) -> Result<(Vec<DeviceId>, Option<DriverError>), DriverError> {
-    let (mut reaching, mut refused) = (vec![session.device], None);
-    for other in (0..bench.devices).map(DeviceId).filter(|&other| other != session.device) {
-        // A device's context is created by the first call that needs it, which must not be timed.
-        session.driver.memory_info(other)?;
-        let range = Range::mapped(session, SHARED[0])?;
-        match range.set_access(&[session.device, other]) {
-            Ok(()) => reaching.push(other),
-            Err(error) => refused = refused.or(Some(error)),
-        }
-    }
-    Ok((reaching, refused))
 }
 
 /// An event that is destroyed on drop.

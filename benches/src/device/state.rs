@@ -17,8 +17,6 @@ pub(super) struct DeviceBench<'a> {
     pub(super) driver: bool,
     /// The maximum bytes of a pool: its default.
     pub(super) room: u64,
-    /// The number of devices.
-    pub(super) devices: u32,
     pub(super) sheet: Sheet,
 }
 
@@ -32,14 +30,7 @@ impl<'a> DeviceBench<'a> {
         let session = place.begin();
         let lost = |e| BenchError::Device(MemoryError::driver(session.device, e));
         let free = session.driver.memory_info(session.device).map_err(lost)?.free;
-        Ok(Self {
-            place,
-            pace,
-            driver,
-            room: free / 5 * 4,
-            devices: session.driver.device_count().map_err(lost)?,
-            sheet: Sheet::new(only),
-        })
+        Ok(Self { place, pace, driver, room: free / 5 * 4, sheet: Sheet::new(only) })
     }
 
     /// Opens the device with the simulator's oracle inactive.
