@@ -11,14 +11,6 @@
 //!   `peers`.
 //! - Pinned memory is allocated as for a program near the device. Without a GPU it is pageable. The
 //!   pool is the same.
-//!
-//! The last rows measure scratch memory with the pattern of the library's own passes: the lists in
-//! a bumpalo that is kept from pass to pass (`aquifer_core::scratch`), in an arena of the
-//! library, and from `malloc`. They are compared with a whole pass of a device pool that searches
-//! its caches and finds nothing to release. The lists are a minor part of that pass. Its lists are
-//! in bumpalo mainly so that the pass needs no allocation while memory is short. A staging worker's
-//! list is kept with the slot that it describes, which is faster than a chunk that is created and
-//! emptied for it.
 
 mod sides;
 mod work;
@@ -34,17 +26,14 @@ use crate::{
     settings::RowSelection,
     sheet::{BenchError, RowGroup, Sheet, measure},
 };
-use allocator_api2::{alloc::Global, vec::Vec as AllocVec};
 use aquifer_adapters::Arena;
-use aquifer_core::{Budget, DeviceId, MemoryError, Result, scratch::Scratch as PassScratch};
-use aquifer_device::{Block, DevicePool, PoolConfig, Request};
-use aquifer_driver::sim::Sim;
+use aquifer_core::{Budget, MemoryError, Result};
 use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
 use bumpalo::Bump;
 use sides::MallocSide;
 #[cfg(feature = "peers")]
 use sides::scoped;
-use work::{ArenaWork, Return, Scratch, moves, passes};
+use work::{ArenaWork, Return};
 
 const BUMPALO: &str = "bumpalo";
 const BUMP_SCOPE: &str = "bump-scope";
@@ -52,14 +41,6 @@ const MALLOC: &str = "malloc";
 
 /// Bytes that the pinned pool has ready, more than any row needs.
 const READY: usize = 16 << 20;
-
-const IN: [&str; 2] = ["in bumpalo", "in an arena"];
-/// A list that is emptied and refilled, as that of a slot.
-const KEPT: &str = "list of a worker, kept";
-/// A pass that finds nothing to release.
-const PASS: &str = "whole pass of a pool";
-/// Free ranges that it examines.
-const RANGES: usize = 320;
 
 /// Measures the selected rows. Takes most of a minute.
 ///
@@ -83,7 +64,6 @@ pub(crate) fn run(
     let groups = [
         RowGroup { names: work_names, measure: works },
         RowGroup { names: return_names, measure: returns },
-        RowGroup { names: scratch_names, measure: scratches },
     ];
     let mut bench = ArenaBench { pace, host, sheet: Sheet::new(rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &groups, &mut progress)?;
@@ -215,64 +195,4 @@ fn returns(bench: &mut ArenaBench) -> Result<()> {
         bench.compare(work.name(), own, peers);
     }
     Ok(())
-}
-
-fn scratch_names(_: &ArenaBench) -> Vec<String> {
-    let lists = |scratch: Scratch| IN.map(|place| format!("{}, {place}", scratch.name()));
-    Scratch::ALL.into_iter().flat_map(lists).chain([KEPT, PASS].map(str::to_owned)).collect()
-}
-
-fn scratches(bench: &mut ArenaBench) -> Result<()> {
-    for scratch in Scratch::ALL {
-        let mut names: Vec<_> =
-            IN.iter().map(|place| format!("{}, {place}", scratch.name())).collect();
-        let kept = KEPT.starts_with(scratch.name());
-        names.extend(kept.then(|| KEPT.to_owned()));
-        if !names.iter().any(|name| bench.sheet.wants(name)) {
-            continue;
-        }
-        let (passing, mut arena, mut list) = (PassScratch::new(), Arena::new(), AllocVec::new());
-        let mut contenders = vec![
-            passes(|| scratch.use_once(&*passing.begin())),
-            passes(|| {
-                scratch.use_once(&arena);
-                // Without gates no reset can fail.
-                let _reset = arena.reset();
-            }),
-        ];
-        if kept {
-            contenders.push(passes(|| moves(&mut list)));
-        }
-        contenders.push(passes(|| scratch.use_once(Global)));
-        let outcomes = contest(bench.pace, contenders);
-        let Some((malloc, ours)) = outcomes.split_last() else { continue };
-        for (name, outcome) in names.iter().zip(ours) {
-            bench.sheet.add(name, Unit::NsPerOperation, outcome.each, Some((MALLOC, malloc.each)));
-        }
-    }
-    if bench.sheet.wants(PASS) {
-        let pool = fragmented()?;
-        let outcomes = contest(bench.pace, vec![passes(|| drop(pool.0.trim(0)))]);
-        bench.sheet.add(PASS, Unit::NsPerOperation, outcomes[0].each, None);
-    }
-    Ok(())
-}
-
-/// Creates a pool on a simulated device with many free ranges but no entirely free handle, and the
-/// blocks that keep it so.
-fn fragmented() -> Result<(DevicePool, Vec<Block>)> {
-    let sim = Sim::h200(1).symbolic();
-    sim.oracle(false);
-    let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
-    let streams = (0..8).map(|_| pool.stream()).collect::<Result<Vec<_>>>()?;
-    let block = |n: usize| pool.alloc(&streams[n % 8], Request::bytes(64 << 10));
-    let blocks = (0..2 * RANGES).map(block).collect::<Result<Vec<_>>>()?;
-    // Every second block of each stream.
-    let kept = blocks
-        .into_iter()
-        .enumerate()
-        .filter(|(n, _)| n / 8 % 2 == 0)
-        .map(|(_, block)| block)
-        .collect();
-    Ok((pool, kept))
 }

@@ -29,7 +29,7 @@
 //! | `settings` | what to run, and with which settings |
 //!
 //! Two programs beside this library measure by themselves: `hot_path.rs` the hot path of the device
-//! pool, and `pair.rs` a pair of the global allocator.
+//! pool, and `fragmented.rs` its slow path.
 //!
 //! Some peers are built only with the feature `peers`: mimalloc and jemalloc, which are C code, and
 //! bump-scope, `cap`, `stats_alloc` and `tracking-allocator`. Without it a report that lacks them

@@ -241,15 +241,8 @@ fn a_quick_run_over_arenas_has_every_promised_row_and_no_failure() {
     } else {
         promised_alone = with_pinned(&returns);
     }
-    promised_alone.push("whole pass of a pool".to_owned());
     promised.extend(beside("malloc").map(|name| (name, "malloc")));
     promised.extend(returns.map(|name| (format!("{name}, beside malloc"), "malloc")));
-    for scratch in ["lists of a pass", "lists of a report", "list of a worker"] {
-        promised.extend(
-            ["in bumpalo", "in an arena"].map(|place| (format!("{scratch}, {place}"), "malloc")),
-        );
-    }
-    promised.push(("list of a worker, kept".to_owned(), "malloc"));
     let value = measured("arena --device sim --quick --json");
     assert_eq!((value["bench"].as_str(), &value["failures"]), (Some("arena"), &0.into()));
     let rows = value["rows"].as_array().expect("rows");
