@@ -1,6 +1,6 @@
 //! Fitting text into columns. What is returned is [printable](crate::console::foreign).
 
-use crate::console::foreign::{is_acting, printable};
+use crate::console::foreign::printable;
 
 /// Returns `text` cut to `width` columns. An ellipsis marks a cut.
 pub fn clip(text: &str, width: usize) -> String {
@@ -45,21 +45,6 @@ pub fn wrap(text: &str, width: usize) -> Vec<String> {
     lines
 }
 
-/// Returns `text` quoted as one word of a shell command. Where quotes would leave a character that
-/// [acts](is_acting) on the terminal, it is written as an escape, which Bash and Zsh read.
-pub fn shell_word(text: &str) -> String {
-    let plain = |c: char| c.is_alphanumeric() || "/._-+:,@%=".contains(c);
-    if text.chars().any(is_acting) {
-        let escaped = text.replace('\\', r"\\").replace('\'', r"\'");
-        return format!("$'{}'", printable(&escaped));
-    }
-    if !text.is_empty() && text.chars().all(plain) {
-        text.to_owned()
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -72,13 +57,5 @@ mod tests {
         assert_eq!(wrap("one two three four", 9), ["one two", "three", "four"]);
         assert_eq!(wrap("immeasurable", 6), ["immea…"]);
         assert!(wrap("", 9).is_empty());
-    }
-
-    #[test]
-    fn a_path_stays_one_word_of_the_shell() {
-        assert_eq!(shell_word("tests/data/a_b-1.csv.xz"), "tests/data/a_b-1.csv.xz");
-        assert_eq!(shell_word("my trace.csv"), "'my trace.csv'");
-        assert_eq!(shell_word("it's"), r"'it'\''s'");
-        assert_eq!(shell_word("it's\n\\\u{1b}"), r"$'it\'s\n\\\u001b'");
     }
 }

@@ -8,7 +8,7 @@ use crate::{
 use aquifer_benches::console::{
     figures::{Count, Of},
     json,
-    layout::{clip_middle, shell_word},
+    layout::clip_middle,
     progress::ProgressLine,
 };
 use aquifer_core::Bytes;
@@ -162,9 +162,7 @@ impl PlanReport {
         if let Some(file) = &self.file {
             row(&mut lines, "written", "", &clip_middle(file, WIDTH - 32));
         } else {
-            lines.push(String::new());
-            let trace = shell_word(&self.trace);
-            lines.push(format!("next  aquifer plan {trace} -o FILE"));
+            row(&mut lines, "written", "no", "-o FILE writes it");
         }
         lines.join("\n")
     }

@@ -50,10 +50,7 @@ use crate::{
     error::CommandError,
     output::{is_same_file, write_whole},
 };
-use aquifer_benches::console::{
-    place::{DeviceChoice, Place},
-    progress::ProgressLine,
-};
+use aquifer_benches::console::{place::Place, progress::ProgressLine};
 use aquifer_formats::plan::{Plan, PlanFileError};
 use aquifer_formats::trace::Trace;
 use bench::{Checked, ReplayBench};
@@ -156,7 +153,6 @@ fn describe(
     ReplayReport {
         trace: args.trace.display().to_string(),
         device: place.name(),
-        device_named: args.device != DeviceChoice::Auto,
         device_title: place.title(),
         lag: matches!(place, Place::Sim(_)).then_some(lag),
         allocator,
@@ -170,7 +166,6 @@ fn describe(
         plan: checked.plan,
         change: args.change,
         snapshot: trace.snapshot,
-        device_index: args.device_index,
         peak_live: trace.peak_live,
         peak_active: trace.peak_active(),
         live_at_end: trace.live_at_end,

@@ -14,8 +14,6 @@ pub(crate) struct ReplayReport {
     pub(crate) trace: String,
     /// The device, as on the command line: `sim`, `cuda:0`.
     pub(crate) device: String,
-    /// Whether the command line named the device.
-    pub(crate) device_named: bool,
     /// The device's display name: `simulated NVIDIA H200`.
     pub(crate) device_title: String,
     /// How many operations of the trace the device ran behind, or none if it is not simulated.
@@ -42,8 +40,6 @@ pub(crate) struct ReplayReport {
     pub(crate) change: Option<u32>,
     /// Facts about the trace if it is a PyTorch snapshot.
     pub(crate) snapshot: Option<SnapshotFacts>,
-    /// The requested device of the snapshot, or none for the one with the most events.
-    pub(crate) device_index: Option<u32>,
     /// The trace's peak of live bytes, in requested sizes.
     pub(crate) peak_live: u64,
     /// As `peak_live`, with a freed block counted until its recorded use by another stream is over.

@@ -1,5 +1,4 @@
-//! The result of a replay on one screen: at most 24 lines of 80 columns. The last line is the
-//! suggested next command.
+//! The result of a replay on one screen: at most 24 lines of 80 columns.
 
 use super::{
     report::{ReplayFailure, ReplayReport, Round, Search, Timing},
@@ -11,7 +10,7 @@ use crate::{
 };
 use aquifer_benches::console::{
     figures::{Count, Nanoseconds, Of},
-    layout::{clip, clip_middle, shell_word, wrap},
+    layout::{clip, clip_middle, wrap},
 };
 use aquifer_core::{Bytes, event::BlockKind};
 use aquifer_formats::trace::TraceDevice;
@@ -37,8 +36,6 @@ impl ReplayReport {
         self.memory(&mut lines);
         self.cost(&mut lines);
         self.checks(&mut lines);
-        lines.push(String::new());
-        self.next(&mut lines);
         lines.join("\n")
     }
 
@@ -273,62 +270,6 @@ impl ReplayReport {
         };
         row(lines, "left at the end", &Bytes(self.leaked).to_string(), &kept);
     }
-
-    fn next(&self, lines: &mut Vec<String>) {
-        let mut words = vec!["aquifer replay".to_owned(), shell_word(&self.trace)];
-        if self.device_named {
-            words.push(format!("--device {}", self.device));
-        }
-        if let Some(lag) = self.lag_named() {
-            words.push(format!("--lag {lag}"));
-        }
-        if let Some(index) = self.device_index {
-            words.push(format!("--device-index {index}"));
-        }
-        if let Some(streams) = self.split {
-            words.push(format!("--streams {streams}"));
-        }
-        if let Some(per_cent) = self.change {
-            words.push(format!("--change {per_cent}"));
-        }
-        match &self.fit {
-            Some(Search::Found(fit)) => words.push(format!("--budget {}", fit.bytes)),
-            _ if self.ignore_order => {}
-            _ if self.allocator != Allocator::Pool && self.is_clean() => {
-                words.push("--allocator pool".to_owned());
-            }
-            Some(Search::Nothing) => words = vec!["aquifer doctor".to_owned()],
-            None => {
-                if self.allocator != Allocator::Pool {
-                    words.push(format!("--allocator {}", self.allocator.name()));
-                }
-                words.push(if self.violations.count > 0 { "--json" } else { "--fit" }.to_owned());
-            }
-        }
-        lines.extend(folded(&words));
-    }
-}
-
-/// Splits a command into lines that fit. Each line but the last ends in a backslash, so that the
-/// shell joins them. Words are never cut.
-fn folded(words: &[String]) -> Vec<String> {
-    let mut lines = vec![String::from("next ")];
-    for (place, word) in words.iter().enumerate() {
-        // A backslash may have to follow every word but the last.
-        let room = WIDTH - if place + 1 == words.len() { 0 } else { 2 };
-        match lines.last_mut() {
-            Some(line) if line.chars().count() + 1 + word.chars().count() <= room || place == 0 => {
-                line.push(' ');
-                line.push_str(word);
-            }
-            Some(line) => {
-                line.push_str(" \\");
-                lines.push(format!("  {word}"));
-            }
-            None => {}
-        }
-    }
-    lines
 }
 
 /// Describes the moves of the first round and of each later one.

@@ -102,7 +102,7 @@ fn a_plan_is_of_one_device_and_of_a_chosen_one_where_there_are_several() {
 }
 
 #[test]
-fn the_screen_has_the_figures_and_names_the_next_command() {
+fn the_screen_has_the_figures_and_says_whether_a_file_is_written() {
     let folder = Folder::new();
     let (trace, file) = (folder.path("small.csv"), folder.path("small.plan"));
     fs::write(&trace, SMALL).expect("a trace");
@@ -113,13 +113,12 @@ fn the_screen_has_the_figures_and_names_the_next_command() {
         "peak live 1.95 KiB 2,000 bytes, as requested",
         "lower bound 2.00 KiB 2,048 bytes, in units of 512",
         "plan 2.00 KiB 2,048 bytes, 1.0000 x the lower bound",
-        "next aquifer plan /",
+        "written no -o FILE writes it",
     ] {
         assert!(said(&screen).contains(expected), "{expected}: {screen}");
     }
     let written = text(&plan(&[&trace, "-o", &file, "--limit", "1MiB"]).stdout);
     assert!(written.contains("written") && written.contains("yes"), "{written}");
-    assert!(!written.contains("next  "), "{written}");
     for line in screen.lines().chain(written.lines()) {
         assert!(line.chars().count() <= 80, "{line}");
     }

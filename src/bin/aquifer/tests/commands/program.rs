@@ -228,10 +228,7 @@ fn what_another_stream_freed_is_ready_after_as_many_operations_as_the_device_lag
         assert_eq!(number(&round["stream_waits"]) > 0, waits, "{lag}: {round}");
     }
     let screen = text(&replay(file.path(), "--device sim --lag 10").stdout);
-    assert!(
-        screen.contains("(simulated), lag 10,") && screen.contains("--lag 10 --fit"),
-        "{screen}"
-    );
+    assert!(screen.contains("(simulated), lag 10,"), "{screen}");
 }
 
 #[test]
@@ -664,8 +661,6 @@ fn a_snapshot_of_pytorch_is_replayed_by_device() {
             screen.contains(&format!("device {device}  of 3; 0 blocks live at its start")),
             "{screen}"
         );
-        let next = screen.lines().skip_while(|line| !line.starts_with("next")).collect::<String>();
-        assert_eq!(next.contains("--device-index 0"), !flags.is_empty(), "{next}");
         on_one_screen(&screen);
     }
     refused(

@@ -25,7 +25,6 @@ fn clean() -> ReplayReport {
     ReplayReport {
         trace: "tests/data/serve_mixed.csv.xz".into(),
         device: "sim".into(),
-        device_named: false,
         device_title: "simulated NVIDIA H200".into(),
         lag: Some(DEFAULT_LAG),
         allocator: Allocator::Pool,
@@ -37,7 +36,6 @@ fn clean() -> ReplayReport {
         streams: 4,
         split: None,
         snapshot: None,
-        device_index: None,
         peak_live: 13_758_172_979,
         peak_active: 13_790_000_000,
         live_at_end: 0,
@@ -148,28 +146,6 @@ fn no_screen_is_larger_than_a_terminal() {
         assert!(screen.lines().count() <= HEIGHT, "{screen}");
         assert!(screen.lines().all(|line| line.chars().count() <= WIDTH), "{screen}");
     }
-    // A command is never cut: a path that is too long gets a line of its own.
-    let screen = ReplayReport { trace: long.clone(), ..clean() }.to_screen();
+    let screen = ReplayReport { trace: long, ..clean() }.to_screen();
     assert!(screen.lines().count() <= HEIGHT);
-    assert!(
-        screen.ends_with(&format!("next  aquifer replay \\\n  '{long}' \\\n  --fit")),
-        "{screen}"
-    );
-}
-
-#[test]
-fn the_last_line_is_the_next_useful_command() {
-    let last =
-        |report: &ReplayReport| report.to_screen().lines().last().unwrap_or_default().to_owned();
-    let trace = "tests/data/serve_mixed.csv.xz";
-    assert_eq!(last(&clean()), format!("next  aquifer replay {trace} --fit"));
-    assert_eq!(last(&fitted()), format!("next  aquifer replay {trace} --budget 13891534848"));
-    assert_eq!(last(&refused()), format!("next  aquifer replay {trace} --fit"));
-    assert_eq!(last(&objected()), format!("next  aquifer replay {trace}"));
-    let other = ReplayReport { allocator: Allocator::Async, device_named: true, ..clean() };
-    assert_eq!(last(&other), format!("next  aquifer replay {trace} --device sim --allocator pool"));
-    let split = ReplayReport { split: Some(8), ..clean() };
-    assert_eq!(last(&split), format!("next  aquifer replay {trace} --streams 8 --fit"));
-    let none = ReplayReport { fit: Some(Search::Nothing), ..refused() };
-    assert_eq!(last(&none), "next  aquifer doctor");
 }
