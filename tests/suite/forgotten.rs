@@ -119,8 +119,6 @@ fn a_flight() {
         let mut x = rig.buffer(&rig.s);
         forget(rig.s.upload(rig.pinned(), &mut x).unwrap());
         forget(rig.u.download(&x, rig.pinned()).unwrap());
-        let grid = aquifer::stream::Grid::new(10, 20).source_pitch(50).target_pitch(30);
-        forget(rig.s.upload_2d(rig.pinned(), &mut x, grid).unwrap());
     });
 }
 

@@ -1,9 +1,4 @@
-//! Tests of copies and fills beyond one run of bytes: rows, elements of every size, and other
-//! devices.
-//!
-//! - Bytes between the rows of a destination are unchanged.
-//! - Rows that do not lie within both sides are refused before anything is queued, and the host
-//!   side is returned.
+//! Tests of fills with elements of every size, and of copies to other devices.
 
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -12,8 +7,6 @@ use aquifer::{
     DeviceBuffer, DeviceId, MemoryError, Runtime, Stream,
     driver::Call,
     sim::{Sim, SimConfig},
-    stream::Grid,
-    vec::Vec as PinnedVec,
 };
 use bytemuck::Pod;
 use std::fmt::Debug;
@@ -59,112 +52,7 @@ fn counted(len: usize) -> Vec<u32> {
     (0..len as u32).collect()
 }
 
-/// Returns what a copy of rows should leave in `to`.
-fn expected(mut to: Vec<u32>, from: &[u32], grid: Grid) -> Vec<u32> {
-    for row in 0..grid.height {
-        to[row * grid.to_pitch..][..grid.width]
-            .copy_from_slice(&from[row * grid.from_pitch..][..grid.width]);
-    }
-    to
-}
-
-#[test]
-fn a_tile_goes_up_across_and_down_by_rows() {
-    for sim in [Sim::h200(1), Sim::h200(1).stepped(), Sim::h200(1).seeded(3)] {
-        let rig = Rig::new(sim);
-        let image = counted(40 * 30);
-        let (up, across, down) = (
-            Grid::new(7, 11).source_pitch(40).target_pitch(10),
-            Grid::new(7, 11).source_pitch(10),
-            Grid::new(7, 11).target_pitch(13),
-        );
-        let (mut x, mut y) = (rig.buffer::<u32>(110), rig.buffer::<u32>(77));
-        rig.s.fill(&mut x, 9).unwrap();
-        let mut back = vec![5; 13 * 11];
-        rig.s
-            .scope(|c| {
-                // From the third row and the fifth column.
-                c.upload_2d(&image[3 * 40 + 5..], &mut x, up)?;
-                c.stream().copy_2d(&x, &mut y, across)?;
-                c.download_2d(&y, &mut back, down)
-            })
-            .unwrap()
-            .unwrap();
-        let on_x = expected(vec![9; 110], &image[125..], up);
-        assert_eq!(rig.read(&x), on_x);
-        let on_y = expected(vec![0; 77], &on_x, across);
-        assert_eq!(rig.read(&y), on_y);
-        assert_eq!(back, expected(vec![5; 143], &on_y, down));
-        assert_silent(&rig.sim);
-    }
-}
-
-#[test]
-fn rows_fly_with_their_host_side_and_an_early_drop_holds_it_back() {
-    let rig = Rig::new(Sim::h200(1).stepped());
-    let mut v = PinnedVec::new_in(rig.rt.pinned_near(0).allocator());
-    v.extend(counted(400));
-    let grid = Grid::new(10, 20).source_pitch(20);
-    let (mut x, y) = (rig.buffer::<u32>(200), rig.counted(400));
-    let v = rig.s.upload_2d(v, &mut x, grid).unwrap().wait().unwrap();
-    assert_eq!(rig.read(&x), expected(vec![0; 200], &counted(400), grid));
-    let v = rig.s.download_2d(&y, v, Grid::new(1, 20).source_pitch(20).target_pitch(20)).unwrap();
-    assert!(!v.is_done());
-    drop(v);
-    assert!(rig.rt.pinned_near(0).stats().memory.pending > 0);
-    rig.sim.run_all();
-    drop(PinnedVec::<u32, _>::with_capacity_in(400, rig.rt.pinned_near(0).allocator()));
-    assert_eq!(rig.rt.pinned_near(0).stats().memory.pending, 0);
-    assert_silent(&rig.sim);
-}
-
-#[test]
-fn rows_that_lie_in_one_side_only_are_refused_and_nothing_is_queued() {
-    let rig = Rig::new(Sim::h200(1).stepped());
-    let (x, mut y) = (rig.buffer::<u32>(100), rig.buffer::<u32>(50));
-    let copy = |grid: Grid, y: &mut DeviceBuffer<u32>| rig.s.copy_2d(&x, y, grid);
-    // To the last element, and one beyond.
-    let fits = Grid::new(10, 9).source_pitch(11).target_pitch(10);
-    let short = |len: u64, bytes: u64| {
-        Err(MemoryError::OutOfBounds { offset: 0, len: len * 4, bytes: bytes * 4 })
-    };
-    assert_eq!(copy(fits, &mut y), short(90, 50));
-    assert_eq!(copy(Grid::new(10, 5).source_pitch(23), &mut y), short(102, 100));
-    assert_eq!(
-        copy(Grid::new(10, 5).source_pitch(9), &mut y),
-        Err(MemoryError::BadPitch { pitch: 36, width: 40 })
-    );
-    assert_eq!(
-        copy(Grid::new(10, 5).target_pitch(0), &mut y),
-        Err(MemoryError::BadPitch { pitch: 0, width: 40 })
-    );
-    assert!(matches!(copy(Grid::new(usize::MAX, 2), &mut y), Err(MemoryError::TooLarge { .. })));
-    let far = Grid::new(1, usize::MAX).source_pitch(usize::MAX / 8);
-    assert!(matches!(copy(far, &mut y), Err(MemoryError::OutOfBounds { .. })));
-    for nothing in [Grid::new(0, 9), Grid::new(9, 0)] {
-        copy(nothing, &mut y).unwrap();
-        rig.s.fill_2d(&mut y, 1, 9, nothing.width, nothing.height).unwrap();
-    }
-    assert_eq!(
-        rig.s.fill_2d(&mut y, 1, 9, 10, 2),
-        Err(MemoryError::BadPitch { pitch: 36, width: 40 })
-    );
-    assert_eq!(rig.s.fill_2d(&mut y, 1, 41, 10, 2), short(51, 50));
-
-    let mut v = PinnedVec::new_in(rig.rt.pinned_near(0).allocator());
-    v.extend(counted(49));
-    let address = v.as_ptr();
-    let refused = rig.s.upload_2d(v, &mut y, Grid::new(10, 5)).map(drop).unwrap_err();
-    assert_eq!(refused.error, MemoryError::OutOfBounds { offset: 0, len: 200, bytes: 196 });
-    assert_eq!((refused.host.as_ptr(), &refused.host[..]), (address, &counted(49)[..]));
-    assert_eq!(rig.sim.pending(rig.s.raw()), 0);
-    assert_eq!(rig.made(Call::Copy2d) + rig.made(Call::Fill2d32), 0);
-    copy(Grid::new(10, 5).source_pitch(22), &mut y).unwrap();
-    rig.s.fill_2d(&mut y, 1, 40, 10, 2).unwrap();
-    assert_silent(&rig.sim);
-}
-
-/// Fills a buffer, the middle of one, and rows of one.
+/// Fills a buffer, and the middle of one.
 fn fills<T: Pod + PartialEq + Debug>(rig: &Rig, value: T, other: T) {
     for len in [1, 2, 3, 100, 1021] {
         let mut x = rig.buffer::<T>(len);
@@ -176,11 +64,6 @@ fn fills<T: Pod + PartialEq + Debug>(rig: &Rig, value: T, other: T) {
         all[middle].fill(value);
         assert_eq!(rig.read(&x), all);
     }
-    let mut x = rig.buffer::<T>(100);
-    rig.s.fill(&mut x, other).unwrap();
-    rig.s.fill_2d(&mut x, value, 10, 3, 9).unwrap();
-    let all: Vec<T> = (0..100).map(|i| if i % 10 < 3 && i < 90 { value } else { other }).collect();
-    assert_eq!(rig.read(&x), all);
 }
 
 #[test]

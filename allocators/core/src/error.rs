@@ -120,13 +120,6 @@ pub enum MemoryError {
         /// Bytes of the destination.
         to: u64,
     },
-    /// A row pitch that is smaller than the row.
-    BadPitch {
-        /// Bytes from the start of one row to the start of the next.
-        pitch: u64,
-        /// Bytes of a row.
-        width: u64,
-    },
     /// The source and the destination of a copy overlap.
     Overlap {
         /// Address of the source.
@@ -297,9 +290,6 @@ impl fmt::Display for MemoryError {
                 f,
                 "a copy of {from} bytes needs a target of the same length, not of {to} bytes"
             ),
-            Self::BadPitch { pitch, width } => {
-                write!(f, "the pitch of {pitch} bytes is smaller than the rows of {width} bytes")
-            }
             Self::Overlap { from, to, bytes } => {
                 write!(f, "a copy of {bytes} bytes from {from:#x} to {to:#x} overlaps its source")
             }

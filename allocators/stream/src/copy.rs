@@ -15,15 +15,15 @@
 //! borrowed by `&mut` and is an [`OperandMut`](aquifer_driver::OperandMut), which a shared part is
 //! not.
 //!
-//! | copy | contiguous | by rows |
-//! |---|---|---|
-//! | host → device, owned | [`Stream::upload`] | [`Stream::upload_2d`] |
-//! | host → device, borrowed | [`CopyScope::upload`] | [`CopyScope::upload_2d`] |
-//! | device → host, owned | [`Stream::download`] | [`Stream::download_2d`] |
-//! | device → host, borrowed | [`CopyScope::download`] | [`CopyScope::download_2d`] |
-//! | within a device | [`Stream::copy`] | [`Stream::copy_2d`] |
-//! | to another device | [`Stream::copy_to_peer`] | – |
-//! | fill | [`Stream::fill`], [`Stream::fill_bytes`] | [`Stream::fill_2d`] |
+//! | copy | method |
+//! |---|---|
+//! | host → device, owned | [`Stream::upload`] |
+//! | host → device, borrowed | [`CopyScope::upload`] |
+//! | device → host, owned | [`Stream::download`] |
+//! | device → host, borrowed | [`CopyScope::download`] |
+//! | within a device | [`Stream::copy`] |
+//! | to another device | [`Stream::copy_to_peer`] |
+//! | fill | [`Stream::fill`], [`Stream::fill_bytes`] |
 //!
 //! A stream that captures a graph refuses copies between host and device. They would run again at
 //! every launch of the graph, after the host side has been released. Fills and copies on a device
@@ -36,17 +36,15 @@
 
 mod device;
 mod fill;
-mod grid;
 mod in_flight;
 mod scope;
 
-pub use grid::Grid;
 pub use in_flight::{HostOwned, InFlight, Landing, RefusedCopy};
 pub use scope::CopyScope;
 
 use crate::Stream;
 use aquifer_core::{MemoryError, Result};
-use aquifer_driver::{DeviceRange, Operand, Pitched};
+use aquifer_driver::{DeviceRange, Operand};
 use std::ptr::NonNull;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -61,19 +59,16 @@ struct CopyPlan {
     direction: Direction,
     /// In bytes.
     bytes: u64,
-    rows: Option<grid::ByteGrid>,
 }
 
 impl CopyPlan {
-    /// Plans a copy between `host` elements and all of `range`, or the rows of `grid` in them.
-    /// Refused while the stream captures: the copy would run at each launch of the graph, after its
+    /// Plans a copy between `host` elements and all of `range`. Refused while the stream captures: the copy would run at each launch of the graph, after its
     /// host side has been released.
     fn new<T>(
         stream: &Stream,
         direction: Direction,
         host: usize,
         (range, machine): (DeviceRange, Option<u64>),
-        grid: Option<Grid>,
     ) -> Result<Self> {
         stream.check_range(range, machine)?;
         if stream.timeline().is_capturing()? {
@@ -83,15 +78,11 @@ impl CopyPlan {
         let host = element * host as u64;
         let (from, to) =
             if direction == Direction::Upload { (host, range.bytes) } else { (range.bytes, host) };
-        let Some(grid) = grid else {
-            return if from == to {
-                Ok(Self { direction, bytes: from, rows: None })
-            } else {
-                Err(MemoryError::LengthMismatch { from, to })
-            };
-        };
-        let rows = grid.in_bytes(element, from, to)?;
-        Ok(Self { direction, bytes: rows.bytes(), rows: Some(rows) })
+        if from == to {
+            Ok(Self { direction, bytes: from })
+        } else {
+            Err(MemoryError::LengthMismatch { from, to })
+        }
     }
 
     /// # Safety
@@ -104,22 +95,11 @@ impl CopyPlan {
         let (driver, raw) = (stream.driver(), stream.raw());
         let _calling = stream.timeline().calling()?;
         let bytes = self.bytes as usize;
-        let queued = match (self.direction, self.rows) {
-            // SAFETY: 1. and 2. the caller guarantees them.
-            (Direction::Upload, None) => unsafe { driver.copy_to_device(raw, device, host, bytes) },
-            // SAFETY: 1. and 2. the caller guarantees them.
-            (Direction::Download, None) => unsafe { driver.copy_to_host(raw, host, device, bytes) },
-            (Direction::Upload, Some(grid)) => {
-                let to = Pitched { start: device, pitch: grid.to_pitch };
-                let from = Pitched { start: host, pitch: grid.from_pitch };
-                // SAFETY: 1. and 2. the caller guarantees them. The rows lie within both sides.
-                unsafe { driver.copy_2d_to_device(raw, to, from, grid.rows) }
-            }
-            (Direction::Download, Some(grid)) => {
-                let to = Pitched { start: host, pitch: grid.to_pitch };
-                let from = Pitched { start: device, pitch: grid.from_pitch };
-                // SAFETY: 1. and 2. the caller guarantees them. The rows lie within both sides.
-                unsafe { driver.copy_2d_to_host(raw, to, from, grid.rows) }
+        // SAFETY: 1. and 2. the caller guarantees them.
+        let queued = unsafe {
+            match self.direction {
+                Direction::Upload => driver.copy_to_device(raw, device, host, bytes),
+                Direction::Download => driver.copy_to_host(raw, host, device, bytes),
             }
         };
         queued.map_err(|e| MemoryError::driver(stream.device(), e))

@@ -35,7 +35,6 @@ fn errors() -> Vec<Error> {
         Error::ReversedRange { start: 20, end: 10 },
         Error::Uncommitted { offset: 512, len: 1024 },
         Error::LengthMismatch { from: 512, to: 1024 },
-        Error::BadPitch { pitch: 512, width: 1024 },
         Error::Overlap { from: address, to: address + 512, bytes: 1024 },
         Error::Busy { address },
         Error::Parked { tag: Tag::named("weights") },

@@ -9,7 +9,7 @@ use aquifer_driver::{
     Access, DeviceId, DeviceRange, Operand, RawStream,
     sim::{Sim, Violation},
 };
-use aquifer_stream::{Grid, Stream};
+use aquifer_stream::Stream;
 use std::sync::{Arc, Mutex};
 
 /// Writes a range on a stream that is unknown to the library and not ordered with anything.
@@ -33,37 +33,21 @@ fn later(found: &[Violation]) -> Vec<u32> {
 /// A call that returns its own line.
 type Call = fn(&Stream, &mut DeviceBuffer<u8>, &mut DeviceBuffer<u8>) -> u32;
 
-fn grid() -> Grid {
-    Grid::new(16, 4)
-}
-
 #[test]
 fn copies_and_fills_are_named_by_their_callers_lines() {
-    let calls: [(&str, Call); 11] = [
+    let calls: [(&str, Call); 7] = [
         ("fill", |s, x, _| (s.fill(x, 1).unwrap(), line!()).1),
         ("fill_bytes", |s, x, _| (s.fill_bytes(x, 1).unwrap(), line!()).1),
-        ("fill_2d", |s, x, _| (s.fill_2d(x, 1, 64, 32, 4).unwrap(), line!()).1),
         ("copy", |s, x, y| (s.copy(x, y).unwrap(), line!()).1),
-        ("copy_2d", |s, x, y| (s.copy_2d(x, y, grid()).unwrap(), line!()).1),
         ("copy_to_peer", |s, x, y| (s.copy_to_peer(x, y, s).unwrap(), line!()).1),
         ("upload", |s, x, _| {
             let from = vec![1; 4096];
             let queue = s.scope(|c| (c.upload(&from, x), line!())).unwrap();
             queue.0.map(|()| queue.1).unwrap()
         }),
-        ("upload_2d", |s, x, _| {
-            let from = vec![1; 64];
-            let queue = s.scope(|c| (c.upload_2d(&from, x, grid()), line!())).unwrap();
-            queue.0.map(|()| queue.1).unwrap()
-        }),
         ("download", |s, x, _| {
             let mut to = vec![0; 4096];
             let queue = s.scope(|c| (c.download(x, &mut to), line!())).unwrap();
-            queue.0.map(|()| queue.1).unwrap()
-        }),
-        ("download_2d", |s, x, _| {
-            let mut to = vec![0; 64];
-            let queue = s.scope(|c| (c.download_2d(x, &mut to, grid()), line!())).unwrap();
             queue.0.map(|()| queue.1).unwrap()
         }),
         ("a fill inside a scope", |s, x, _| {

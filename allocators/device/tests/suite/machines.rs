@@ -53,7 +53,6 @@ fn a_stream_of_another_machine_is_refused_wherever_one_is_taken() {
         refused("launch", Launch::on(&theirs).reads(&buffer).preflight());
         refused("fill", theirs.fill(&mut buffer, 1));
         refused("fill_bytes", theirs.fill_bytes(&mut buffer, 1));
-        refused("fill_2d", theirs.fill_2d(&mut buffer, 1, 16, 8, 4));
         let mut other = here.bytes(&own, 4096);
         refused("copy", theirs.copy(&buffer, &mut other));
         let mut bytes = vec![0_u8; 4096];

@@ -374,7 +374,6 @@ fn work_on_a_threads_default_stream_is_not_taken_for_that_of_another_thread() {
     own.fill(&mut mine, 2).unwrap();
     let mut back = vec![0; 4096];
     assert!(is_refused(own.fill(&mut theirs, 3)));
-    assert!(is_refused(own.fill_2d(&mut theirs, 3, 64, 32, 2)));
     assert!(is_refused(own.copy(&theirs, &mut mine)));
     assert!(is_refused(own.copy(&mine, &mut theirs)));
     assert!(is_refused(own.scope(|c| c.download(&theirs, &mut back)).unwrap()));

@@ -1,10 +1,9 @@
 //! Copies within a device and between devices.
 #![expect(unsafe_code, reason = "calls the driver's asynchronous copies")]
 
-use super::Grid;
 use crate::Stream;
 use aquifer_core::{MemoryError, Result};
-use aquifer_driver::{Access, DeviceRange, OperandMut, Pitched, Typed, site};
+use aquifer_driver::{Access, DeviceRange, OperandMut, Typed, site};
 use bytemuck::Pod;
 
 impl Stream {
@@ -38,54 +37,6 @@ impl Stream {
         let copied = unsafe {
             self.driver().copy_on_device(self.raw(), target.address, source.address, source.bytes)
         };
-        copied.map_err(|e| MemoryError::driver(self.device(), e))?;
-        drop(calling);
-        site.checkpoint(&**self.driver());
-        Ok(())
-    }
-
-    /// Copies the rows of `grid` between two operands of this device, in order on this stream
-    /// (`cuMemcpy2DAsync`).
-    ///
-    /// ```
-    /// use aquifer::{OperandMut, Stream, Typed, error::Result, stream::Grid};
-    ///
-    /// /// Copies a tile of 64 × 16 from the upper left corner of an image 1920 wide.
-    /// fn tile<T: Typed<Item = f32> + OperandMut>(s: &Stream, image: &T, tile: &mut T) -> Result<()> {
-    ///     s.copy_2d(image, tile, Grid::new(64, 16).source_pitch(1920))
-    /// }
-    /// ```
-    ///
-    /// # Errors
-    /// Rows outside one of the sides, a pitch less than the width, sides that overlap, a
-    /// conflicting use, and driver errors. Nothing is queued then.
-    #[track_caller]
-    pub fn copy_2d<T, S, D>(&self, from: S, to: &mut D, grid: Grid) -> Result<()>
-    where
-        T: Pod,
-        S: Typed<Item = T>,
-        D: Typed<Item = T> + OperandMut,
-    {
-        let site = site::enter();
-        let (source, target) = (from.range(), to.range());
-        self.check_operand(&from)?;
-        self.check_operand(to)?;
-        let grid = grid.in_bytes(size_of::<T>() as u64, source.bytes, target.bytes)?;
-        check_disjoint(
-            DeviceRange { bytes: grid.source_span(source.bytes)?, ..source },
-            DeviceRange { bytes: grid.target_span(target.bytes)?, ..target },
-        )?;
-        from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read)?;
-        to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write)?;
-        if grid.bytes() == 0 {
-            return Ok(());
-        }
-        let to = Pitched { start: target.address, pitch: grid.to_pitch };
-        let from = Pitched { start: source.address, pitch: grid.from_pitch };
-        let calling = self.timeline().calling()?;
-        // SAFETY: 1. the operands keep their ranges, the rows lie within them, and the ranges do
-        // not overlap. 2. both were ordered for this access on this stream.
-        let copied = unsafe { self.driver().copy_2d_on_device(self.raw(), to, from, grid.rows) };
         copied.map_err(|e| MemoryError::driver(self.device(), e))?;
         drop(calling);
         site.checkpoint(&**self.driver());

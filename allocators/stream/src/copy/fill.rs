@@ -7,10 +7,9 @@
 //! other work.
 #![expect(unsafe_code, reason = "calls the driver's fills and copies")]
 
-use super::grid::span;
 use crate::Stream;
 use aquifer_core::{MemoryError, Result};
-use aquifer_driver::{Access, DeviceRange, OperandMut, Pattern, Pitched, Rows, Typed, site};
+use aquifer_driver::{Access, DeviceRange, OperandMut, Pattern, Typed, site};
 use bytemuck::Pod;
 
 impl Stream {
@@ -64,52 +63,6 @@ impl Stream {
         unsafe { self.fill_range(range, element) }
     }
 
-    /// Fills `height` rows of `width` elements, `pitch` elements apart, in order on this stream
-    /// (`cuMemsetD2D8Async`, `…D2D16Async`, `…D2D32Async`). The elements between the rows are
-    /// unchanged.
-    ///
-    /// Takes one call or several, as [`Stream::fill`].
-    ///
-    /// # Errors
-    /// Rows outside `to`, a pitch less than the width, a conflicting use, and driver errors.
-    /// Nothing is queued then, with the exception that [`Stream::fill`] documents.
-    #[track_caller]
-    pub fn fill_2d<T, D>(
-        &self,
-        to: &mut D,
-        value: T,
-        pitch: usize,
-        width: usize,
-        height: usize,
-    ) -> Result<()>
-    where
-        T: Pod,
-        D: Typed<Item = T> + OperandMut + ?Sized,
-    {
-        let site = site::enter();
-        let range = to.range();
-        self.check_operand(to)?;
-        let element = bytemuck::bytes_of(&value);
-        let bytes = |elements: usize| {
-            let bytes = (elements as u64).checked_mul(element.len() as u64);
-            bytes.ok_or(MemoryError::TooLarge { requested: u64::MAX, limit: range.bytes })
-        };
-        let rows = Rows { width: bytes(width)?, height: height as u64 };
-        let pitch = bytes(pitch)?;
-        let spanned = span(rows, pitch, range.bytes)?;
-        to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write)?;
-        if spanned == 0 {
-            return Ok(());
-        }
-        let calling = self.timeline().calling()?;
-        // SAFETY: 1. the operand keeps its range, and the rows lie within it. 2. it was ordered for
-        // this access on this stream.
-        unsafe { self.fill_rows(Pitched { start: range.address, pitch }, element, rows) }?;
-        drop(calling);
-        site.checkpoint(&**self.driver());
-        Ok(())
-    }
-
     /// # Safety
     /// 1. The range is mapped until the fill is complete.
     /// 2. It has been ordered for this stream to write it.
@@ -140,33 +93,6 @@ impl Stream {
                 unsafe { self.driver().copy_on_device(self.raw(), address + done, address, more) };
             copied.map_err(|e| MemoryError::driver(self.device(), e))?;
             done += more;
-        }
-        Ok(())
-    }
-
-    /// # Safety
-    /// 1. Every row is mapped until the fill is complete.
-    /// 2. The rows have been ordered for this stream to write them.
-    unsafe fn fill_rows(&self, to: Pitched<u64>, element: &[u8], rows: Rows) -> Result<()> {
-        let driver_error = |e| MemoryError::driver(self.device(), e);
-        if let Some(pattern) = pattern(element, to.start | to.pitch) {
-            let rows = Rows { width: rows.width / pattern.bytes(), ..rows };
-            // SAFETY: 1. and 2. the caller guarantees them.
-            return unsafe { self.driver().fill_2d(self.raw(), to, pattern, rows) }
-                .map_err(driver_error);
-        }
-        let first = DeviceRange { device: self.device(), address: to.start, bytes: rows.width };
-        // SAFETY: 1. and 2. the caller guarantees them. This is the first row.
-        unsafe { self.fill_range(first, element) }?;
-        let mut done = 1;
-        while done < rows.height {
-            let more = Rows { width: rows.width, height: done.min(rows.height - done) };
-            let next = Pitched { start: to.start + done * to.pitch, ..to };
-            // SAFETY: 1. and 2. the caller guarantees them. These are the rows already written, and
-            // at most as many after them.
-            unsafe { self.driver().copy_2d_on_device(self.raw(), next, to, more) }
-                .map_err(driver_error)?;
-            done += more.height;
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Copies that own their host side.
 #![expect(unsafe_code, reason = "declares an unsafe trait, and queues copies of what it owns")]
 
-use super::{CopyPlan, Direction, Grid};
+use super::{CopyPlan, Direction};
 use crate::{Point, Stream};
 use allocator_api2::{boxed::Box as AllocBox, vec::Vec as AllocVec};
 use aquifer_core::{DeferReuse, Gate, MemoryError, Result, wake::Opened};
@@ -314,7 +314,7 @@ impl Stream {
         let site = site::enter();
         let device_side = (to.range(), to.machine());
         let order = || to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write);
-        let flight = self.start_copy(from, Direction::Upload, None, device_side, order)?;
+        let flight = self.start_copy(from, Direction::Upload, device_side, order)?;
         site.checkpoint(&**self.driver());
         Ok(flight)
     }
@@ -334,63 +334,7 @@ impl Stream {
         let site = site::enter();
         let order = || from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read);
         let flight =
-            self.start_copy(to, Direction::Download, None, (from.range(), from.machine()), order)?;
-        site.checkpoint(&**self.driver());
-        Ok(flight)
-    }
-
-    /// Copies the rows of `grid` from `from` to the device, in order on this stream
-    /// (`cuMemcpy2DAsync`). Owns `from` until the copy is complete.
-    ///
-    /// # Errors
-    /// [`RefusedCopy`], which contains `from`: rows outside one of the sides, a conflicting use of
-    /// `to`, [`MemoryError::Capturing`], and driver errors. Nothing is queued then.
-    #[track_caller]
-    pub fn upload_2d<H, D>(
-        &self,
-        from: H,
-        to: &mut D,
-        grid: Grid,
-    ) -> Result<InFlight<H>, RefusedCopy<H>>
-    where
-        H: HostOwned,
-        D: Typed<Item = H::Item> + OperandMut,
-    {
-        let site = site::enter();
-        let device_side = (to.range(), to.machine());
-        let order = || to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write);
-        let flight = self.start_copy(from, Direction::Upload, Some(grid), device_side, order)?;
-        site.checkpoint(&**self.driver());
-        Ok(flight)
-    }
-
-    /// Copies the rows of `grid` from `from` into `to`, in order on this stream
-    /// (`cuMemcpy2DAsync`). Owns `to` until the copy is complete. The elements between the rows of
-    /// `to` are unchanged.
-    ///
-    /// # Errors
-    /// [`RefusedCopy`], which contains `to`: rows outside one of the sides, a conflicting use of
-    /// `from`, [`MemoryError::Capturing`], and driver errors. Nothing is queued then.
-    #[track_caller]
-    pub fn download_2d<H, D>(
-        &self,
-        from: D,
-        to: H,
-        grid: Grid,
-    ) -> Result<InFlight<H>, RefusedCopy<H>>
-    where
-        H: HostOwned,
-        D: Typed<Item = H::Item>,
-    {
-        let site = site::enter();
-        let order = || from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read);
-        let flight = self.start_copy(
-            to,
-            Direction::Download,
-            Some(grid),
-            (from.range(), from.machine()),
-            order,
-        )?;
+            self.start_copy(to, Direction::Download, (from.range(), from.machine()), order)?;
         site.checkpoint(&**self.driver());
         Ok(flight)
     }
@@ -399,14 +343,13 @@ impl Stream {
         &self,
         mut host: H,
         direction: Direction,
-        grid: Option<Grid>,
         device_side: (DeviceRange, Option<u64>),
         order: impl FnOnce() -> Result<()>,
     ) -> Result<InFlight<H>, RefusedCopy<H>> {
         let completed = Point::ahead(self.timeline());
         let queue = |host: &mut H| -> Result<()> {
             let bytes = host.bytes();
-            let plan = CopyPlan::new::<H::Item>(self, direction, bytes.len(), device_side, grid)?;
+            let plan = CopyPlan::new::<H::Item>(self, direction, bytes.len(), device_side)?;
             order()?;
             // The gate is passed before the copy is queued, and stays shut until then. If it were
             // passed afterwards and the allocator refused it, nothing would hold the memory of a

@@ -1,7 +1,7 @@
 //! Copies that borrow their host side.
 #![expect(unsafe_code, reason = "queues copies of what is borrowed")]
 
-use super::{CopyPlan, Direction, Grid};
+use super::{CopyPlan, Direction};
 use crate::Stream;
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, OperandMut, Typed, site};
@@ -182,7 +182,17 @@ impl<'scope, 'env> CopyScope<'scope, 'env> {
         D: Typed<Item = T> + OperandMut,
     {
         let _site = site::enter();
-        self.queue_upload(from, to, None)
+        let plan = CopyPlan::new::<T>(
+            self.stream,
+            Direction::Upload,
+            from.len(),
+            (to.range(), to.machine()),
+        )?;
+        to.order_mut(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Write)?;
+        self.any_copy.store(true, Ordering::Relaxed);
+        // SAFETY: 1. `from` is borrowed for longer than the scope, which waits for the copy, and
+        // `to` keeps its range. 2. `to` was ordered just above.
+        unsafe { plan.queue(self.stream, NonNull::from(from).cast(), to.range().address) }
     }
 
     /// Copies `from` into `to`, in order on the scope's stream (`cuMemcpyDtoHAsync`). `to` stays
@@ -198,72 +208,11 @@ impl<'scope, 'env> CopyScope<'scope, 'env> {
         to: &'env mut [T],
     ) -> Result<()> {
         let _site = site::enter();
-        self.queue_download(from, to, None)
-    }
-
-    /// Copies the rows of `grid` from `from` to the device, in order on the scope's stream
-    /// (`cuMemcpy2DAsync`).
-    ///
-    /// # Errors
-    /// Rows outside one of the sides, a conflicting use of `to`, [`MemoryError::Capturing`], and
-    /// driver errors. Nothing is queued then.
-    #[track_caller]
-    pub fn upload_2d<T, D>(&'scope self, from: &'env [T], to: &mut D, grid: Grid) -> Result<()>
-    where
-        T: Pod,
-        D: Typed<Item = T> + OperandMut,
-    {
-        let _site = site::enter();
-        self.queue_upload(from, to, Some(grid))
-    }
-
-    /// Copies the rows of `grid` from `from` into `to`, in order on the scope's stream
-    /// (`cuMemcpy2DAsync`). `to` stays borrowed until the scope ends. The elements between its rows
-    /// are unchanged.
-    ///
-    /// # Errors
-    /// Rows outside one of the sides, a conflicting use of `from`, [`MemoryError::Capturing`], and
-    /// driver errors. Nothing is queued then.
-    #[track_caller]
-    pub fn download_2d<T, D>(&'scope self, from: D, to: &'env mut [T], grid: Grid) -> Result<()>
-    where
-        T: Pod,
-        D: Typed<Item = T>,
-    {
-        let _site = site::enter();
-        self.queue_download(from, to, Some(grid))
-    }
-
-    fn queue_upload<T, D>(&self, from: &'env [T], to: &mut D, grid: Option<Grid>) -> Result<()>
-    where
-        T: Pod,
-        D: Typed<Item = T> + OperandMut,
-    {
-        let plan = CopyPlan::new::<T>(
-            self.stream,
-            Direction::Upload,
-            from.len(),
-            (to.range(), to.machine()),
-            grid,
-        )?;
-        to.order_mut(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Write)?;
-        self.any_copy.store(true, Ordering::Relaxed);
-        // SAFETY: 1. `from` is borrowed for longer than the scope, which waits for the copy, and
-        // `to` keeps its range. 2. `to` was ordered just above.
-        unsafe { plan.queue(self.stream, NonNull::from(from).cast(), to.range().address) }
-    }
-
-    fn queue_download<T, D>(&self, from: D, to: &'env mut [T], grid: Option<Grid>) -> Result<()>
-    where
-        T: Pod,
-        D: Typed<Item = T>,
-    {
         let plan = CopyPlan::new::<T>(
             self.stream,
             Direction::Download,
             to.len(),
             (from.range(), from.machine()),
-            grid,
         )?;
         from.order(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Read)?;
         self.any_copy.store(true, Ordering::Relaxed);
