@@ -113,7 +113,7 @@ pub mod host {
     pub use aquifer_driver::HostFlags;
     pub use aquifer_host::{
         Grow, PinnedStats,
-        region::{Host, PageTier, PinnedBy, Pinning, RegionReport, Verify},
+        region::{Host, PageTier, PinnedBy, Pinning, RegionReport},
         topology::{NodeId, Strain, Topology},
     };
 }
@@ -138,8 +138,7 @@ pub mod status {
 pub mod stream {
     pub use aquifer_core::Id;
     pub use aquifer_stream::{
-        CopyScope, Grid, HostOwned, InFlight, Launch, Point, RefusedCopy, StreamLifetime,
-        TrackUses, Use,
+        CopyScope, HostOwned, InFlight, Launch, Point, RefusedCopy, StreamLifetime, TrackUses, Use,
     };
 }
 

@@ -20,7 +20,7 @@ use aquifer_driver::{
 use aquifer_host::{
     PinnedConfig, PinnedPool, Stager, StagerConfig,
     kernel::Kernel,
-    region::Host,
+    region::{Host, end_retired},
     topology::{NodeId, Topology, TopologyError},
 };
 use aquifer_status::ledger::{LedgerMemory, SharedBudget};
@@ -700,7 +700,7 @@ impl Runtime {
     /// can run.
     ///
     /// If the [watch](RuntimeBuilder::watch_host) has found the host short of memory, pinned memory
-    /// is released. Otherwise pinned pools [grow ahead](PinnedPool::quiet_point). Returns the
+    /// is released. Otherwise the pinned memory that closed pools have left behind is. Returns the
     /// number of released bytes. Blocks until this is done and until the devices are idle.
     ///
     /// # Errors
@@ -709,10 +709,7 @@ impl Runtime {
         if let Some(host) = self.inner.watched_host.as_ref().filter(|host| host.is_short()) {
             return host.release_wanted();
         }
-        for pool in &self.inner.pinned {
-            pool.quiet_point()?;
-        }
-        Ok(0)
+        Ok(end_retired())
     }
 
     /// Returns the simulated machine of the runtime, to inspect its findings, fail its calls or run

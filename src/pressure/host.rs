@@ -15,7 +15,7 @@ use super::{
 use aquifer_core::{MemoryError, Result};
 use aquifer_host::{
     PinnedPool,
-    kernel::{Kernel, StallAlarm},
+    kernel::Kernel,
     topology::{GroupEvents, Stalls, Strain, Topology, TopologyError},
 };
 use std::{
@@ -32,10 +32,9 @@ const NOMINAL_INTERVAL: Duration = Duration::from_secs(1);
 const PRESSURE_INTERVAL: Duration = Duration::from_millis(250);
 /// Consecutive readings with a lower result after which the level falls by one.
 const CALM_READINGS: u32 = 4;
-/// Stalls of this length within each `STALL_WINDOW` make the kernel signal at once. Unprivileged
-/// processes need spans of two seconds.
-const STALL_THRESHOLD: Duration = Duration::from_millis(200);
-const STALL_WINDOW: Duration = Duration::from_secs(2);
+/// The level is a warning if some thread waited for memory for one part in this many of the time
+/// since the last reading. The averages of ten seconds show that later.
+const STALLED_PART: u32 = 10;
 /// How long reclaimers other than our pools may take.
 const RECLAIM_TIMEOUT: Duration = Duration::from_millis(100);
 
@@ -164,7 +163,7 @@ impl fmt::Debug for HostWatch {
 #[derive(Clone, Copy, Default, Debug)]
 struct StallReading {
     stalls: Stalls,
-    /// Whether the kernel's alarm was triggered.
+    /// Whether threads waited long since the last reading.
     alarm: bool,
 }
 
@@ -306,7 +305,7 @@ impl WatchedHost {
     /// Starts the watch on a thread.
     ///
     /// # Errors
-    /// The system's error, if no more threads or files can be had.
+    /// The system's error, if no more threads can be had.
     pub(crate) fn start(
         kernel: &Kernel,
         topology: Arc<Topology>,
@@ -316,8 +315,6 @@ impl WatchedHost {
     ) -> Result<Self> {
         let status = Arc::new(Mutex::new(HostStatus::default()));
         let pinned = PinnedMemory { ceiling, pools };
-        let alarm = alarm(kernel, &topology);
-        lock(&status).report.alarmed = alarm.is_some();
         let mut monitor = HostMonitor {
             watch,
             topology,
@@ -325,18 +322,13 @@ impl WatchedHost {
             pinned: pinned.clone(),
             status: status.clone(),
         };
-        let watch = WatchThread::start(kernel, "aq-host", alarm, move |_, woken| {
-            if woken.over {
-                lock(&monitor.status).report.alarmed = false;
-            }
-            match monitor.read(woken.stalled) {
-                Ok(pause) => Next::After(pause),
-                Err(error) => {
-                    // Lifted before the end is reported: from here nothing limits pinned memory.
-                    monitor.pinned.ceiling.lift();
-                    lock(&monitor.status).report.ended = Some(error);
-                    Next::Stop
-                }
+        let watch = WatchThread::start(kernel, "aq-host", move |_| match monitor.read() {
+            Ok(pause) => Next::After(pause),
+            Err(error) => {
+                // Lifted before the end is reported: from here nothing limits pinned memory.
+                monitor.pinned.ceiling.lift();
+                lock(&monitor.status).report.ended = Some(error);
+                Next::Stop
             }
         });
         Ok(Self { _watch: watch.map_err(MemoryError::System)?, pinned, status })
@@ -370,12 +362,6 @@ impl WatchedHost {
     }
 }
 
-/// Returns an alarm on the first stall file that accepts one, the nearest group first.
-fn alarm(kernel: &Kernel, topology: &Topology) -> Option<StallAlarm> {
-    let files = topology.stall_files().unwrap_or_default();
-    files.iter().find_map(|file| kernel.stall_alarm(file, STALL_THRESHOLD, STALL_WINDOW).ok())
-}
-
 /// The state of the watch thread.
 struct HostMonitor {
     watch: HostWatch,
@@ -386,7 +372,7 @@ struct HostMonitor {
 }
 
 impl HostMonitor {
-    fn read(&mut self, alarm: bool) -> std::result::Result<Duration, TopologyError> {
+    fn read(&mut self) -> std::result::Result<Duration, TopologyError> {
         let total = self.topology.host_memory()?.value.unwrap_or(0);
         let before = self.state.level;
         let ceiling = &self.pinned.ceiling;
@@ -397,6 +383,10 @@ impl HostMonitor {
             let left = strain.headroom.bytes.value.unwrap_or(u64::MAX);
             Ok::<_, TopologyError>((strain, left))
         })?;
+        let waited = |strain: &Strain| strain.stalls.value.unwrap_or_default().some_total;
+        let alarm = lock(&self.status).last_reading.as_ref().is_some_and(|(before, at)| {
+            waited(&strain).saturating_sub(waited(before)) * STALLED_PART > at.elapsed()
+        });
         let Assessment { level, wanted } = self.state.assess(&self.watch, total, &strain, alarm);
         {
             let mut status = lock(&self.status);
@@ -486,7 +476,7 @@ mod tests {
             ("the edge itself is none", vec![(Reading(10, 0, 0, 0, 0), false, Nominal)]),
             ("some wait", vec![(Reading(50, 10, 9, 0, 0), false, Warning)]),
             ("all wait", vec![(Reading(50, 10, 10, 0, 0), false, Critical)]),
-            ("the kernel signals", vec![(calm, true, Warning)]),
+            ("threads waited", vec![(calm, true, Warning)]),
             ("counts of before", vec![(Reading(50, 0, 0, 7, 9), false, Nominal)]),
             (
                 "a limit is met",

@@ -82,7 +82,7 @@ impl KeepFree {
         let mut all: Vec<DeviceMonitor> = devices.into_iter().map(DeviceMonitor::new).collect();
         let status = all.iter().map(|monitor| monitor.status.clone()).collect();
         let mark = bytes.clone();
-        let watch = WatchThread::start(kernel, "aq-keep-free", None, move |stop, _| {
+        let watch = WatchThread::start(kernel, "aq-keep-free", move |stop| {
             // Relaxed: it guards no memory, and `set` wakes the thread after storing it.
             let keep_free = mark.load(Ordering::Relaxed);
             all.retain_mut(|monitor| monitor.run(keep_free, stop));

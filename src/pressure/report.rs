@@ -117,11 +117,9 @@ pub struct HostPressure {
     pub level: Level,
     /// The last reading. `None` before the first.
     pub reading: Option<HostReading>,
-    /// Whether the kernel signals stalls by itself. Otherwise its averages are read.
-    pub alarmed: bool,
     /// The number of readings.
     pub looks: u64,
-    /// How often the kernel signalled a stall.
+    /// How often some thread waited for memory for a tenth of the time between two readings.
     pub alarms: u64,
     /// How often the level has risen.
     pub rises: u64,
@@ -141,7 +139,6 @@ impl Default for HostPressure {
         Self {
             level: Level::Nominal,
             reading: None,
-            alarmed: false,
             looks: 0,
             alarms: 0,
             rises: 0,

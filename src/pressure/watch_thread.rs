@@ -1,12 +1,13 @@
 //! The watch thread.
 
 use aquifer_core::SystemError;
-use aquifer_host::kernel::{Bell, Kernel, StallAlarm, Woken, is_forked_child};
+use aquifer_host::kernel::{Kernel, is_forked_child};
 use std::{
     mem::ManuallyDrop,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
+        mpsc::{self, SyncSender},
     },
     thread::{self, JoinHandle},
     time::Duration,
@@ -38,7 +39,8 @@ impl StopFlag {
 /// A thread that runs a function repeatedly. Dropping the watch ends and joins the thread.
 pub(super) struct WatchThread {
     stop: StopFlag,
-    bell: Arc<Bell>,
+    /// Ends the current pause, or else the next.
+    bell: SyncSender<()>,
     /// A forked child does not have it.
     thread: Option<JoinHandle<()>>,
 }
@@ -47,29 +49,21 @@ impl WatchThread {
     /// Starts the thread. The kernel keeps 15 bytes of a name.
     ///
     /// # Errors
-    /// `EMFILE` if the process may open no more files, `EAGAIN` if it may start no more threads.
+    /// `EAGAIN` if the process may start no more threads.
     pub(super) fn start(
         kernel: &Kernel,
         name: &str,
-        mut alarm: Option<StallAlarm>,
-        mut read: impl FnMut(&StopFlag, Woken) -> Next + Send + 'static,
+        mut read: impl FnMut(&StopFlag) -> Next + Send + 'static,
     ) -> Result<Self, SystemError> {
-        let bell = Arc::new(kernel.bell()?);
+        let (bell, rung) = mpsc::sync_channel(1);
         let stop = StopFlag { flag: Arc::default() };
-        let (flag, waiting_bell, system) = (stop.clone(), bell.clone(), kernel.clone());
+        let flag = stop.clone();
         let thread = kernel.spawn(name, move || {
-            let mut woken = Woken::default();
-            while !flag.is_set() {
-                let Next::After(pause) = read(&flag, woken) else { return };
-                woken = system.wait(&waiting_bell, alarm.as_ref(), pause).unwrap_or_else(|_| {
-                    // The kernel has no memory for a wait. A sleep needs none, and it is short so
-                    // that a stop is not delayed.
-                    thread::sleep(pause.min(Duration::from_millis(10)));
-                    Woken::default()
-                });
-                if woken.over {
-                    alarm = None;
-                }
+            while !flag.is_set()
+                && let Next::After(pause) = read(&flag)
+            {
+                // The watch is dropped only after it has been told to stop.
+                let _woken = rung.recv_timeout(pause);
             }
         })?;
         Ok(Self { stop, bell, thread: Some(thread) })
@@ -77,7 +71,8 @@ impl WatchThread {
 
     /// Runs the next reading now.
     pub(super) fn run_now(&self) {
-        self.bell.ring();
+        // If the bell is full, it has been rung already.
+        let _rung = self.bell.try_send(());
     }
 }
 
@@ -85,12 +80,12 @@ impl Drop for WatchThread {
     fn drop(&mut self) {
         let thread = self.thread.take();
         if is_forked_child() {
-            // The bell is shared with the parent, and a lock of the handle may be held for ever.
+            // A lock of the handle may be held for ever.
             let _kept = ManuallyDrop::new(thread);
             return;
         }
         self.stop.flag.store(true, Ordering::Relaxed);
-        self.bell.ring();
+        self.run_now();
         // The last reference may be dropped by the function itself, on this thread.
         if let Some(thread) = thread.filter(|it| it.thread().id() != thread::current().id()) {
             // The panic hook has printed the message of a reading that panicked.
@@ -102,7 +97,6 @@ impl Drop for WatchThread {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aquifer_host::kernel::{Faults, SystemCall};
     use std::{sync::mpsc, time::Instant};
 
     const LONG: Duration = Duration::from_secs(3600);
@@ -110,15 +104,15 @@ mod tests {
     #[test]
     fn the_watch_reads_at_start_and_on_request_and_ends_when_dropped_during_a_long_wait() {
         let (sender, receiver) = mpsc::channel();
-        let watch = WatchThread::start(&Kernel::new(), "aq-test", None, move |_, woken| {
+        let watch = WatchThread::start(&Kernel::new(), "aq-test", move |_| {
             let name = std::fs::read_to_string("/proc/thread-self/comm").unwrap();
-            sender.send((woken.rung, name)).unwrap();
+            sender.send(name).unwrap();
             Next::After(LONG)
         })
         .unwrap();
-        assert_eq!(receiver.recv().unwrap(), (false, "aq-test\n".to_owned()));
+        assert_eq!(receiver.recv().unwrap(), "aq-test\n");
         watch.run_now();
-        assert!(receiver.recv().unwrap().0);
+        receiver.recv().unwrap();
         let begun = Instant::now();
         drop(watch);
         assert!(begun.elapsed() < Duration::from_secs(20));
@@ -130,10 +124,10 @@ mod tests {
 
     #[test]
     fn a_watch_that_stops_itself_or_is_dropped_on_its_own_thread_is_not_joined() {
-        drop(WatchThread::start(&Kernel::new(), "aq-test", None, |_, _| Next::Stop).unwrap());
+        drop(WatchThread::start(&Kernel::new(), "aq-test", |_| Next::Stop).unwrap());
         let (handover, watch_receiver) = mpsc::channel::<WatchThread>();
         let (sender, receiver) = mpsc::channel();
-        let watch = WatchThread::start(&Kernel::new(), "aq-test", None, move |stop, _| {
+        let watch = WatchThread::start(&Kernel::new(), "aq-test", move |stop| {
             drop(watch_receiver.recv().unwrap());
             sender.send(stop.is_set()).unwrap();
             Next::After(LONG)
@@ -141,29 +135,5 @@ mod tests {
         handover.send(watch.unwrap()).unwrap();
         assert_eq!(receiver.recv(), Ok(true));
         assert!(receiver.recv().is_err(), "it ended after that reading");
-    }
-
-    #[test]
-    fn a_refused_system_call_is_an_error_and_a_failed_wait_becomes_a_sleep() {
-        let faults = Arc::new(Faults::new());
-        let kernel = Kernel::with_faults(faults.clone());
-        for call in [SystemCall::Bell, SystemCall::Spawn] {
-            faults.fail(call, 1, 11);
-            assert_eq!(
-                WatchThread::start(&kernel, "aq-test", None, |_, _| Next::Stop)
-                    .err()
-                    .unwrap()
-                    .errno,
-                11
-            );
-        }
-        faults.fail_from(SystemCall::Wait, 1, 12);
-        let (sender, receiver) = mpsc::channel();
-        let watch = WatchThread::start(&kernel, "aq-test", None, move |_, _| {
-            let _ = sender.send(());
-            Next::After(LONG)
-        });
-        (0..3).for_each(|_| receiver.recv().unwrap());
-        drop(watch.unwrap());
     }
 }

@@ -6,7 +6,7 @@ use crate::first_gpu::{self, RuntimeInTurn};
 use aquifer::{
     Budget, DeviceBuffer, DeviceId, DevicePool, Stream,
     cuda::Lend,
-    host::{Host, HostFlags, PageTier, PinnedBy, Pinning, Topology},
+    host::{Host, PinnedBy, Pinning, Topology},
 };
 use aquifer_host::{
     kernel::{Kernel, Span},
@@ -72,16 +72,6 @@ impl Gpu {
 
     fn stream(&self) -> Stream {
         self.pool().stream().unwrap()
-    }
-
-    /// Copies bytes to the device and back into host memory.
-    fn there_and_back(&self, bytes: &[u8]) -> Vec<u8> {
-        let s = self.stream();
-        let mut x: DeviceBuffer<u8> = self.pool().buffer(&s, bytes.len()).unwrap();
-        s.scope(|c| c.upload(bytes, &mut x)).unwrap().unwrap();
-        let mut back = vec![0; bytes.len()];
-        s.scope(|c| c.download(&x, &mut back)).unwrap().unwrap();
-        back
     }
 }
 
@@ -173,42 +163,6 @@ fn eight_gibibytes_are_pinned_and_every_byte_goes_there_and_back() {
         region.close().unwrap();
         assert_eq!(gpu.budget.used(), 0);
     }
-}
-
-#[test]
-fn flags_have_their_documented_effect() {
-    let Some(gpu) = gpu() else { return };
-    let reach = gpu.host.reach.clone().unwrap();
-    for (name, portable, mapped, write_combined, read_only) in [
-        ("plain", true, false, false, false),
-        ("of one device", false, false, false, false),
-        ("mapped", true, true, false, false),
-        ("write-combined", true, false, true, false),
-        ("read-only", true, false, false, true),
-    ] {
-        let mut flags = HostFlags::default();
-        (flags.portable, flags.mapped) = (portable, mapped);
-        (flags.write_combined, flags.read_only) = (write_combined, read_only);
-        let mut request = RegionRequest::bytes(16 * MIB);
-        request.pinning = Pinning::Required;
-        request.flags = flags;
-        let mut region = Region::new(&gpu.host, &gpu.budget, &request).unwrap();
-        println!("{name}: {:?}, {:?}", region.report().pinned_by, region.report().shortfalls);
-        println!(
-            "  on the device at {:x?}, here at {:x}",
-            region.device_address(&reach),
-            region.span().start
-        );
-        let chosen = region.report().pages == PageTier::DriverChosen;
-        assert_eq!(chosen, write_combined, "{name}: {:?}", region.report());
-        if mapped {
-            assert!(region.device_address(&reach).unwrap() > 0);
-        }
-        pattern(region.bytes_mut(), 7);
-        let expected = region.bytes().to_vec();
-        assert_eq!(differs(&gpu.there_and_back(region.bytes()), &expected), None, "{name}");
-    }
-    assert_eq!(gpu.budget.used(), 0);
 }
 
 fn spin(on: &Arc<CudaStream>, kernel: &CudaFunction, x: &mut DeviceBuffer<u32>, cycles: u64) {

@@ -6,10 +6,8 @@
 #![expect(unsafe_code, reason = "makes system calls")]
 
 mod faults;
-mod wait;
 
 pub use faults::{Faults, SystemCall};
-pub use wait::{Bell, StallAlarm, Woken};
 
 use crate::topology::{Bitmap, NodeId};
 use aquifer_core::SystemError;
@@ -60,8 +58,6 @@ pub enum MapPages {
     Ordinary,
     /// Huge pages of 2 MiB from the reserved pool (`MAP_HUGETLB`).
     Huge2M,
-    /// Huge pages of 1 GiB from the reserved pool.
-    Huge1G,
 }
 
 impl MapPages {
@@ -70,7 +66,6 @@ impl MapPages {
         match self {
             Self::Ordinary => 0,
             Self::Huge2M => libc::MAP_HUGETLB | libc::MAP_HUGE_2MB,
-            Self::Huge1G => libc::MAP_HUGETLB | libc::MAP_HUGE_1GB,
         }
     }
 }
@@ -210,7 +205,7 @@ impl Kernel {
     unsafe fn map_fresh(&self, span: Span, pages: MapPages, sharing: c_int) -> Result<()> {
         self.intercept(match pages {
             MapPages::Ordinary => SystemCall::Map,
-            MapPages::Huge2M | MapPages::Huge1G => SystemCall::MapHuge,
+            MapPages::Huge2M => SystemCall::MapHuge,
         })?;
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let flags = sharing | libc::MAP_ANONYMOUS | libc::MAP_FIXED | pages.bits();

@@ -96,9 +96,6 @@
 //! cheaper memory and may wait, because the device must be idle for it. An application's reclaimer
 //! must not allocate from pinned pools while a pinned pool calls it.
 //!
-//! [`PinnedPool::try_allocate`] stops before growing. [`PinnedPool::allocate_until`] repeats the
-//! steps until a deadline.
-//!
 //! # Closing
 //! Dropping the last handle closes the pool. Allocations then return an error, and regions without
 //! live blocks are released at once. Live blocks stay valid, and the free of a region's last block
@@ -120,8 +117,7 @@
 //! # Caveats
 //! - `deallocate` cannot return an error: a pointer that is not a live block of the pool is ignored
 //!   and counted in [`PinnedStats::refused_frees`].
-//! - A pool takes no memory before the first allocation, [`PinnedPool::warm`] or
-//!   [`PinnedPool::quiet_point`].
+//! - A pool takes no memory before the first allocation or [`PinnedPool::warm`].
 //! - Threads have magazines only if the kernel offers `membarrier` and the pool's events are not
 //!   recorded, for at most 1,024 threads at a time. Otherwise every call takes the lock.
 //! - [`PoolStats::peak_live`](aquifer_core::PoolStats::peak_live) counts blocks in magazines and
@@ -157,18 +153,16 @@ pub use buffer::PinnedBuf;
 pub use config::{Grow, PinnedConfig};
 pub(crate) use context::IdleHolder;
 pub use pending::sweep;
-pub use pool_core::stale_frees;
 pub use stats::PinnedStats;
 
 use crate::{
     kernel::is_forked_child,
-    region::{self, Host, RegionReport},
+    region::{Host, RegionReport},
     topology::NodeId,
 };
 use aquifer_core::{Budget, MemoryError, Recorder, Result, scratch::Scratch};
 use aquifer_driver::site;
 use aquifer_status::PoolSlot;
-use config::Effort;
 use context::PoolContext;
 use pool_core::PoolCore;
 use std::{
@@ -179,7 +173,6 @@ use std::{
         Arc, Mutex, OnceLock, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU64},
     },
-    time::Instant,
 };
 
 /// A pool of pinned memory blocks. Cheap to clone. Dropping the last clone closes the pool.
@@ -276,38 +269,6 @@ impl PinnedPool {
         Ok(block)
     }
 
-    /// Allocates a block from memory that the pool already has. Does not grow, release regions, or
-    /// wait.
-    ///
-    /// # Errors
-    /// [`MemoryError::OutOfMemory`] when no free block fits.
-    #[track_caller]
-    pub fn try_allocate(&self, layout: Layout) -> Result<NonNull<[u8]>> {
-        self.allocate_with(layout, &Effort::None)
-    }
-
-    /// As [`PinnedPool::allocate`], but instead of failing waits until `end` for memory: for frees
-    /// by other threads, for gates that open, and for room in a budget. Polls at least every 2 ms.
-    ///
-    /// # Errors
-    /// As [`PinnedPool::allocate`], once `end` has passed.
-    #[track_caller]
-    pub fn allocate_until(&self, layout: Layout, end: Instant) -> Result<NonNull<[u8]>> {
-        self.allocate_with(layout, &Effort::Until(end))
-    }
-
-    #[track_caller]
-    fn allocate_with(&self, layout: Layout, effort: &Effort) -> Result<NonNull<[u8]>> {
-        let _site = site::enter();
-        let (core, generation) = (self.handle.core, self.handle.generation);
-        let block = match core.allocate_fast(generation, layout) {
-            Some(start) => NonNull::slice_from_raw_parts(start, layout.size()),
-            None => core.allocate_slow(generation, layout, effort)?,
-        };
-        poison::on_allocate(block.cast(), layout.size());
-        Ok(block)
-    }
-
     /// Grows until the pool holds `bytes`, populated and registered, so that later allocations need
     /// not grow. Blocks.
     ///
@@ -322,27 +283,9 @@ impl PinnedPool {
         warmed
     }
 
-    /// Grows until [`PinnedConfig::grow_ahead`] bytes are free. Returns the number of bytes taken.
-    /// Call it while no kernels are being launched, because registration stalls launches. Any
-    /// thread may call it, also a dedicated one. Blocks while the pool grows.
-    ///
-    /// # Errors
-    /// The region's error. No memory was taken then.
-    #[track_caller]
-    pub fn quiet_point(&self) -> Result<u64> {
-        let _site = site::enter();
-        let core = self.core()?;
-        region::end_retired();
-        core.poll_all();
-        let ahead = self.handle.shared.config.grow_ahead as u64;
-        let grown = core.grow_ahead(self.handle.generation, ahead);
-        core.publish(&self.handle.shared);
-        grown
-    }
-
     /// Releases wholly free regions, largest first. Returns the number of bytes released. At least
-    /// `keep` free bytes stay, or [`PinnedConfig::reserve`] if that is more. Polls pending blocks
-    /// and drains magazines first. Blocks until devices are idle, so call it at quiet points.
+    /// `keep` free bytes stay. Polls pending blocks and drains magazines first. Blocks until devices
+    /// are idle, so call it at quiet points.
     ///
     /// # Errors
     /// The driver's or the kernel's error when a region could not be released. That region is

@@ -53,10 +53,8 @@ use crate::{
     kernel::{Span, pointer},
     topology::NodeId,
 };
-use aquifer_core::DriverError;
-use aquifer_driver::HostFlags;
 use backing::{Backing, retire};
-use std::{num::NonZeroUsize, ptr::NonNull, time::Instant};
+use std::ptr::NonNull;
 
 /// Whether a region must be pinned.
 ///
@@ -70,31 +68,6 @@ pub enum Pinning {
     Preferred,
     /// Never pinned.
     Off,
-}
-
-/// The number of pages whose node is verified.
-///
-/// Querying every base page takes about as long as populating it, so only strict regions always do
-/// that. For huge pages from the pool, each huge page is queried once and counts as the base pages
-/// it contains.
-///
-/// See [`RegionRequest`] for an example.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Verify {
-    /// Every base page.
-    Every,
-    /// This many pages, evenly spread.
-    Sample(NonZeroUsize),
-    /// No page. The report contains no placement.
-    Skip,
-}
-
-impl Default for Verify {
-    /// 4096 pages, evenly spread. This covers every page of a region of 16 MiB.
-    fn default() -> Self {
-        const SPREAD: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
-        Self::Sample(SPREAD)
-    }
 }
 
 /// The requested properties of a region.
@@ -117,18 +90,10 @@ pub struct RegionRequest {
     pub share_on_fork: bool,
     /// The best kind of pages to try.
     pub pages: PageTier,
-    /// How the driver pins the memory. See [`HostFlags`] for the cost of each flag. Write-combined
-    /// memory is allocated by the driver. An unavailable flag is dropped, and the report lists it.
-    pub flags: HostFlags,
     /// Maximum bytes of one registration. A copy must not cross from one registration to the next.
     pub registration: usize,
     /// Bytes of the piece that a worker populates at once.
     pub piece: usize,
-    /// The number of pages whose node is verified at the end.
-    pub verify: Verify,
-    /// When to give up. Workers finish the pieces that they have started, and the memory is
-    /// released after that.
-    pub deadline: Option<Instant>,
 }
 
 impl RegionRequest {
@@ -148,11 +113,8 @@ impl RegionRequest {
             pinning: Pinning::default(),
             share_on_fork: false,
             pages: PageTier::HugeTlb,
-            flags: HostFlags::default(),
             registration: Self::REGISTRATION,
             piece: Self::PIECE,
-            verify: Verify::default(),
-            deadline: None,
         }
     }
 
@@ -222,15 +184,6 @@ impl Region {
     #[must_use]
     pub fn registrations(&self) -> &[Span] {
         self.backing.registrations()
-    }
-
-    /// Returns the address for kernels of the registering device, if the region is pinned and
-    /// [`HostFlags::mapped`] (`cuMemHostGetDevicePointer`).
-    ///
-    /// # Errors
-    /// Those of the driver.
-    pub fn device_address(&self, reach: &Reach) -> Result<u64, DriverError> {
-        reach.driver.host_device_address(reach.device, self.start())
     }
 
     /// Gives up the region without releasing it. Does not block. [`end_retired`] releases it, and

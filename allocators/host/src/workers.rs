@@ -40,11 +40,7 @@ use crate::{
 use std::{
     collections::BTreeMap,
     num::NonZeroUsize,
-    sync::{
-        Arc,
-        mpsc::{self, Receiver, RecvTimeoutError},
-    },
-    time::Instant,
+    sync::{Arc, mpsc},
 };
 use worker_group::{NodeBinding, Task, WorkerGroup};
 
@@ -53,7 +49,7 @@ use worker_group::{NodeBinding, Task, WorkerGroup};
 /// ```
 /// use aquifer_host::{kernel::Kernel, topology::Topology, workers::Workers};
 /// let workers = Workers::new(&Topology::read()?, Kernel::new());
-/// assert_eq!(workers.run(None, None, || 7 * 7)?, 49);
+/// assert_eq!(workers.run(None, || 7 * 7)?, 49);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
@@ -126,22 +122,17 @@ impl Workers {
     /// Runs `work` once on a worker of the node and waits for it.
     ///
     /// # Errors
-    /// [`WorkerError::TimedOut`] and [`WorkerError::Lost`], or that the task was not accepted.
-    /// `work` does not begin after the deadline. A result that arrives after it is dropped by the
-    /// worker.
+    /// [`WorkerError::Lost`], or that the task was not accepted.
     pub fn run<R: Send + 'static>(
         &self,
         node: Option<NodeId>,
-        deadline: Option<Instant>,
         work: impl Fn() -> R + Send + Sync + 'static,
     ) -> Result<R, WorkerError> {
         let (result, receiver) = mpsc::sync_channel(1);
         self.submit(node, 1, move || {
-            if !is_past(deadline) {
-                let _ = result.send(work());
-            }
+            let _ = result.send(work());
         })?;
-        receive(&receiver, deadline)
+        receiver.recv().map_err(|_| WorkerError::Lost)
     }
 
     /// Returns [`WorkerError::Bind`] if any worker of the node could not be bound. The first
@@ -173,23 +164,4 @@ impl Drop for Workers {
         self.nodes.values().for_each(|group| group.close());
         self.anywhere.close();
     }
-}
-
-/// Returns whether the deadline has passed.
-pub(crate) fn is_past(deadline: Option<Instant>) -> bool {
-    deadline.is_some_and(|deadline| Instant::now() >= deadline)
-}
-
-/// Waits for a result of a worker. [`WorkerError::Lost`] if none will come.
-pub(crate) fn receive<R>(
-    results: &Receiver<R>,
-    deadline: Option<Instant>,
-) -> Result<R, WorkerError> {
-    let lost = || if is_past(deadline) { WorkerError::TimedOut } else { WorkerError::Lost };
-    let Some(until) = deadline else { return results.recv().map_err(|_| lost()) };
-    let left = until.saturating_duration_since(Instant::now());
-    results.recv_timeout(left).map_err(|error| match error {
-        RecvTimeoutError::Timeout => WorkerError::TimedOut,
-        RecvTimeoutError::Disconnected => lost(),
-    })
 }

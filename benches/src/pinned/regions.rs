@@ -14,7 +14,7 @@ use crate::{
 use aquifer_core::{Budget, MemoryError, Result};
 use aquifer_driver::HostFlags;
 use aquifer_host::{
-    region::{Host, PageTier, Pinning, Region, RegionRequest, Verify},
+    region::{Host, PageTier, Pinning, Region, RegionRequest},
     topology::NodeId,
     workers::Workers,
 };
@@ -33,8 +33,7 @@ const WORKERS: [usize; 6] = [1, 2, 4, 6, 8, 12];
 /// Those for the largest size, whose regions take as long as all of a smaller size together.
 const FEW: [usize; 2] = [6, 8];
 /// Page sizes, and their names in rows.
-const TIERS: [(PageTier, &str); 4] = [
-    (PageTier::HugeTlb1G, "1 GiB pages"),
+const TIERS: [(PageTier, &str); 3] = [
     (PageTier::HugeTlb, "2 MiB pages"),
     (PageTier::Transparent, "thp"),
     (PageTier::Base, "base pages"),
@@ -68,13 +67,8 @@ fn cases(bench: &PinnedBench<'_>, bytes: u64) -> Vec<Case> {
     let mut cases = Vec::new();
     for (tier, pages) in TIERS {
         let counts: &[usize] = if few { &FEW } else { &WORKERS };
-        // A 1 GiB page is one piece of work, so only large regions with many workers are measured.
         // Base pages are slow, so the largest size omits them.
-        let wanted = |workers: &&usize| match tier {
-            PageTier::HugeTlb1G => bytes >= 8 * GIB && **workers >= 6,
-            PageTier::Base => !few,
-            _ => true,
-        };
+        let wanted = |_: &&usize| tier != PageTier::Base || !few;
         let case = |&workers| Case { bytes, tier, pages, workers, registration: usual };
         cases.extend(counts.iter().filter(wanted).map(case));
         if tier == PageTier::Transparent && bench.has_gpu() && bytes > usual as u64 {
@@ -183,7 +177,6 @@ fn request(node: Option<NodeId>, bytes: u64) -> RegionRequest {
 fn touch(bench: &PinnedBench<'_>, node: Option<NodeId>, bytes: u64) -> Result<()> {
     let mut request = request(node, bytes);
     request.pinning = Pinning::Off;
-    request.verify = Verify::Skip;
     drop(Region::new(&bench.host, &Budget::unlimited("bench"), &request)?);
     Ok(())
 }
@@ -198,11 +191,10 @@ fn missing(bench: &PinnedBench<'_>, node: Option<NodeId>, case: &Case) -> Option
             format!("{there} processors here"),
         ));
     }
-    let page: u64 = match case.tier {
-        PageTier::HugeTlb1G => GIB,
-        PageTier::HugeTlb => 2 << 20,
-        _ => return None,
-    };
+    if case.tier != PageTier::HugeTlb {
+        return None;
+    }
+    let page: u64 = 2 << 20;
     let free = bench.host.topology.free_huge_pages(node, page).ok().and_then(|found| found.value);
     let (needed, free) = (case.bytes / page, free.unwrap_or(0));
     let why = format!("{needed} of them needed, {free} in the pool");

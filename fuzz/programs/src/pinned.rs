@@ -28,7 +28,7 @@ use aquifer_host::{
     Grow, PinnedAllocator, PinnedConfig, PinnedPool,
     kernel::{Faults, Kernel, SystemCall},
     pool,
-    region::{Host, PageTier, Pinning, Step, Verify, retry_stranded},
+    region::{Host, PageTier, Pinning, Step, end_retired, retry_stranded},
     topology::Topology,
 };
 use std::{
@@ -270,8 +270,7 @@ impl Program for Machine {
                 self.workers[which] = Worker::start();
             }
             21 => {
-                let owner = bytes.below(OWNERS);
-                let _grown = self.pools[owner].pool.quiet_point();
+                end_retired();
             }
             22 => self.batch(bytes),
             0..=5 => self.allocate(bytes),
@@ -357,11 +356,8 @@ impl Machine {
         config.registration = 2 << 20;
         config.patience = Duration::ZERO;
         config.pages = PageTier::Base;
-        config.verify = Verify::Every;
         config.magazines = settings >> 5 & 3 != 0;
-        config.reserve = if settings >> 7 == 1 { 2 << 20 } else { 0 };
         config.grow = if settings >> 3 & 3 == 3 { Grow::AtQuietPoints } else { Grow::Now };
-        config.grow_ahead = 1 << 20;
         config.pinning = match settings >> 1 & 3 {
             0 => Pinning::Off,
             1 => Pinning::Required,

@@ -40,17 +40,11 @@ pub enum SystemCall {
     NoHugePage,
     /// `madvise(MADV_REMOVE)`.
     Remove,
-    /// `eventfd`.
-    Bell,
-    /// `open` and `write` of a pressure file.
-    StallAlarm,
-    /// `poll`.
-    Wait,
 }
 
 impl SystemCall {
     /// All calls.
-    pub const ALL: [SystemCall; 18] = [
+    pub const ALL: [SystemCall; 15] = [
         Self::Reserve,
         Self::Map,
         Self::MapHuge,
@@ -66,9 +60,6 @@ impl SystemCall {
         Self::Barrier,
         Self::NoHugePage,
         Self::Remove,
-        Self::Bell,
-        Self::StallAlarm,
-        Self::Wait,
     ];
 
     /// Returns the name of the system call.
@@ -82,9 +73,6 @@ impl SystemCall {
             | Self::NoHugePage
             | Self::Remove
             | Self::Populate => "madvise",
-            Self::StallAlarm => "open",
-            Self::Bell => "eventfd",
-            Self::Wait => "poll",
             Self::Prefer => "mbind",
             Self::Query => "move_pages",
             Self::Bind => "sched_setaffinity",

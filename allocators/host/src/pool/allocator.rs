@@ -1,9 +1,7 @@
 //! A pinned pool as an `Allocator`.
 #![expect(unsafe_code, reason = "implements the allocator traits, which copy between blocks")]
 
-use super::{
-    config::Effort, magazine::Magazine, poison, pool_core::PoolCore, span::SlabSpan, thread,
-};
+use super::{magazine::Magazine, page_map, poison, pool_core::PoolCore, span::SlabSpan, thread};
 use aquifer_core::{DeferReuse, Gate, Result, impl_allocator};
 use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 
@@ -61,11 +59,11 @@ impl PinnedAllocator {
         self.core.with(|state| state.open_as(self.generation).is_ok())
     }
 
-    /// Returns whether `address` lies in a region of any pool of this process. Never blocks. For
+    /// Returns whether a block of any pool of this process begins at `address`. Never blocks. For
     /// callers that free by address.
     #[must_use]
     pub fn owns(&self, address: NonNull<u8>) -> bool {
-        crate::region::window::contains(address.addr().get())
+        page_map::block_starting_at(address.addr().get() as u64).is_some()
     }
 }
 
@@ -158,7 +156,7 @@ impl PinnedAllocator {
     #[cold]
     #[inline(never)]
     fn allocate_slow<E>(&self, layout: Layout, none: E) -> std::result::Result<NonNull<[u8]>, E> {
-        let block = self.core.allocate_slow(self.generation, layout, &Effort::Configured);
+        let block = self.core.allocate_slow(self.generation, layout);
         block.inspect(|block| poison::on_allocate(block.cast(), layout.size())).map_err(|error| {
             self.core.explain_once(self.generation, &error);
             none

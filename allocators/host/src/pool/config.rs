@@ -1,11 +1,10 @@
 //! The settings of a pool, and of one allocation.
 
 use crate::{
-    region::{self, PageTier, Pinning, Verify, window::GRANULE},
+    region::{self, PageTier, Pinning, window::GRANULE},
     topology::NodeId,
 };
 use aquifer_core::{MemoryError, Recorder, Result};
-use aquifer_driver::HostFlags;
 use std::{sync::Arc, time::Duration};
 
 /// Settings of a [`PinnedPool`](super::PinnedPool).
@@ -21,10 +20,10 @@ pub struct PinnedConfig {
     pub pinning: Pinning,
     /// Minimum bytes of a region. Larger requests get a region of their own size. Default: 64 MiB.
     ///
-    /// Workers populate a region in pieces of 32 MiB, or of 1 GiB with [`PageTier::HugeTlb1G`]. So
-    /// at most two workers populate a region of the default size. A region of 256 MiB or more,
-    /// such as one of [`PinnedPool::warm`](crate::PinnedPool::warm), has work for eight, the most
-    /// that a node has by default.
+    /// Workers populate a region in pieces of 32 MiB. So at most two workers populate a region of the
+    /// default size. A region of 256 MiB or more, such as one of
+    /// [`PinnedPool::warm`](crate::PinnedPool::warm), has work for eight, the most that a node has by
+    /// default.
     pub chunk: usize,
     /// Maximum bytes of one registration when [`PinnedPool::warm`](crate::PinnedPool::warm) takes
     /// a large region. Default: 1 GiB. An allocation that grows the pool registers its region in
@@ -45,23 +44,12 @@ pub struct PinnedConfig {
     pub share_on_fork: bool,
     /// The largest page size to try. Default: [`PageTier::HugeTlb`], huge pages of 2 MiB.
     pub pages: PageTier,
-    /// Flags for the registration with the driver. Default: `portable` only.
-    pub flags: HostFlags,
-    /// How many pages of a new region are verified with the kernel. Default: 4096, evenly spread.
-    pub verify: Verify,
-    /// Maximum time for making one region. `None` for no limit. Default: `None`.
-    pub deadline: Option<Duration>,
     /// Maximum time that an allocation which would fail waits for pending blocks, and that reclaim
     /// may wait for memory of other pools. The last pool also waits this long for copies in flight
     /// when it closes. Zero for no wait. Default: 100 ms.
     pub patience: Duration,
     /// When the pool may grow. Default: [`Grow::Now`].
     pub grow: Grow,
-    /// Free bytes that [`PinnedPool::quiet_point`](crate::PinnedPool::quiet_point) grows to, so
-    /// that allocations need not grow. Zero for none. Default: 0.
-    pub grow_ahead: usize,
-    /// Free bytes that every trim leaves in the pool. Default: 0.
-    pub reserve: usize,
     /// Whether each thread caches free blocks. If not, every call takes the pool's lock. Default:
     /// `true`.
     pub magazines: bool,
@@ -78,9 +66,8 @@ pub enum Grow {
     /// In any allocation that needs it.
     #[default]
     Now,
-    /// Only in [`PinnedPool::warm`](crate::PinnedPool::warm) and
-    /// [`PinnedPool::quiet_point`](crate::PinnedPool::quiet_point). Other allocations that do not
-    /// fit are refused, and release no regions.
+    /// Only in [`PinnedPool::warm`](crate::PinnedPool::warm). Allocations that do not fit are
+    /// refused, and release no regions.
     AtQuietPoints,
 }
 
@@ -94,13 +81,8 @@ impl Default for PinnedConfig {
             registration: region::RegionRequest::REGISTRATION,
             share_on_fork: false,
             pages: PageTier::HugeTlb,
-            flags: HostFlags::default(),
-            verify: Verify::default(),
-            deadline: None,
             patience: Duration::from_millis(100),
             grow: Grow::Now,
-            grow_ahead: 0,
-            reserve: 0,
             magazines: true,
             recorder: None,
         }
@@ -123,15 +105,4 @@ impl PinnedConfig {
         }
         Ok(())
     }
-}
-
-/// What an allocation may do when no free block fits.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Effort {
-    /// The steps that the pool's settings allow.
-    Configured,
-    /// Nothing that grows the pool or waits.
-    None,
-    /// As `Configured`, then waiting until this time.
-    Until(std::time::Instant),
 }

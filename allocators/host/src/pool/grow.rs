@@ -1,11 +1,9 @@
 //! The slow path of an allocation, growing the pool, and releasing regions.
 
 use super::{
-    config::{Effort, Grow},
+    config::Grow,
     context::PoolContext,
     pool_core::{AllocatedBlock, PoolCore},
-    state::PoolState,
-    stats::Tally,
     thread::InsidePool,
 };
 use crate::{
@@ -16,7 +14,6 @@ use aquifer_core::{Action, MemoryError, OutOfMemory, Result, Tag, error::Tried};
 use std::{
     alloc::Layout,
     sync::{Arc, PoisonError},
-    thread,
     time::{Duration, Instant},
 };
 
@@ -46,55 +43,26 @@ impl PoolCore {
         &'static self,
         generation: u64,
         layout: Layout,
-        effort: &Effort,
     ) -> Result<AllocatedBlock> {
-        let block = self.allocate_in_rounds(generation, layout, effort);
+        let grow = self.with(|state| state.open_as(generation).map(|shared| shared.config.grow))?;
+        if grow == Grow::Now {
+            super::sweep();
+        }
+        let block = match self.try_slow_path(generation, layout)? {
+            Ok(block) => Ok(block),
+            Err(failure) => {
+                let shared = self.with(|state| state.open_as(generation).cloned())?;
+                self.fail(&shared, layout, failure)
+            }
+        };
         self.publish_now(generation);
         block
     }
 
-    fn allocate_in_rounds(
+    fn try_slow_path(
         &'static self,
         generation: u64,
         layout: Layout,
-        effort: &Effort,
-    ) -> Result<AllocatedBlock> {
-        if self.with(|state| state.open_as(generation).map(|shared| shared.config.grow))?
-            == Grow::Now
-        {
-            super::sweep();
-        }
-        let mut pause = Duration::from_micros(50);
-        loop {
-            let failure = match self.slow_path_round(generation, layout, effort)? {
-                Ok(block) => return Ok(block),
-                Err(failure) => failure,
-            };
-            let left = match effort {
-                Effort::Until(end) => end.saturating_duration_since(Instant::now()),
-                Effort::Configured | Effort::None => Duration::ZERO,
-            };
-            // A request that no growth can serve does not wait.
-            let permanent = failure.refused.as_ref().is_some_and(|error| {
-                matches!(error.cause, Cause::Size { .. } | Cause::UnknownNode(_) | Cause::NotKept)
-            });
-            if left.is_zero() || permanent {
-                let shared = self.with(|state| state.open_as(generation).cloned())?;
-                return self.fail(&shared, layout, failure);
-            }
-            // Sleep and poll: frees into magazines, opening gates and room in other budgets send no
-            // notification.
-            thread::sleep(pause.min(left));
-            pause = (pause * 2).min(Duration::from_millis(2));
-        }
-    }
-
-    /// One round of the slow path.
-    fn slow_path_round(
-        &'static self,
-        generation: u64,
-        layout: Layout,
-        effort: &Effort,
     ) -> Result<std::result::Result<AllocatedBlock, GrowFailure>> {
         let shared = loop {
             self.poll_all();
@@ -107,25 +75,12 @@ impl PoolCore {
             {
                 return Ok(Ok(block));
             }
-            if *effort == Effort::None {
-                return Ok(Err(GrowFailure::default()));
-            }
-            let growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
             if *growing {
                 // The other thread's region may be enough. If not, this thread grows next.
-                let Effort::Until(end) = effort else {
-                    let _guard = self.grown.wait(growing).unwrap_or_else(PoisonError::into_inner);
-                    continue;
-                };
-                let left = end.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    return Ok(Err(GrowFailure::default()));
-                }
-                let _guard =
-                    self.grown.wait_timeout(growing, left).unwrap_or_else(PoisonError::into_inner);
+                let _guard = self.grown.wait(growing).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
-            let mut growing = growing;
             *growing = true;
             break shared;
         };
@@ -137,12 +92,7 @@ impl PoolCore {
         if let Some(block) = self.try_allocate_block(generation, layout)? {
             return Ok(Ok(block));
         }
-        let patience = match effort {
-            Effort::Until(end) => {
-                shared.config.patience.min(end.saturating_duration_since(Instant::now()))
-            }
-            Effort::Configured | Effort::None => shared.config.patience,
-        };
+        let patience = shared.config.patience;
         let until = clock::after(patience);
         let mut failure = GrowFailure::default();
         let GrowFailure { refused, tried } = &mut failure;
@@ -199,7 +149,7 @@ impl PoolCore {
         tried.push(Tried { step: "grow", gave: if first.is_ok() { chunk as u64 } else { 0 } });
         let mut error = match first {
             Ok(block) => return Ok(block),
-            Err(error) if matches!(error.cause, Cause::TimedOut | Cause::UnknownNode(_)) => {
+            Err(error) if matches!(error.cause, Cause::UnknownNode(_)) => {
                 return Err(error);
             }
             Err(error) => error,
@@ -253,10 +203,7 @@ impl PoolCore {
         request.pinning = config.pinning;
         request.share_on_fork = config.share_on_fork;
         request.pages = config.pages;
-        request.flags = config.flags;
         request.registration = registration.next_multiple_of(GRANULE);
-        request.verify = config.verify;
-        request.deadline = config.deadline.map(clock::after);
         let region = Region::new(&shared.host, &shared.budget, &request)?;
         let (start, len) = (region.span().start as u64, region.span().len as u64);
         shared.report_limit();
@@ -347,24 +294,8 @@ impl PoolCore {
         Err(error)
     }
 
-    /// Grows until the pool holds `bytes`.
+    /// Grows by one region, so that the pool holds `bytes`.
     pub(super) fn warm(&'static self, generation: u64, bytes: u64) -> Result<()> {
-        self.grow_until(generation, |state, _| bytes.saturating_sub(state.physical())).map(drop)
-    }
-
-    /// Grows until `bytes` are free. Returns the bytes taken.
-    pub(super) fn grow_ahead(&'static self, generation: u64, bytes: u64) -> Result<u64> {
-        self.grow_until(generation, |state, tally| {
-            bytes.saturating_sub(state.free_bytes() + tally.cached)
-        })
-    }
-
-    /// Takes the missing bytes as one region. Returns the bytes of the region.
-    fn grow_until(
-        &'static self,
-        generation: u64,
-        missing: impl FnOnce(&mut PoolState, Tally) -> u64,
-    ) -> Result<u64> {
         let mut growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
         while *growing {
             growing = self.grown.wait(growing).unwrap_or_else(PoisonError::into_inner);
@@ -372,18 +303,17 @@ impl PoolCore {
         *growing = true;
         drop(growing);
         let _guard = GrowGuard { core: self };
-        let (shared, missing) = self.with_tally(|state, tally| {
+        let (shared, missing) = self.with(|state| {
             let shared = state.open_as(generation).cloned()?;
-            Ok::<_, MemoryError>((shared, missing(state, tally)))
+            Ok::<_, MemoryError>((shared, bytes.saturating_sub(state.physical())))
         })?;
         if missing == 0 {
-            return Ok(0);
+            return Ok(());
         }
         let missing = usize::try_from(missing).unwrap_or(usize::MAX);
         let wanted = missing.max(shared.config.chunk);
         let grown = self.grow(&shared, generation, wanted, shared.config.registration, None);
-        grown.map_err(MemoryError::from)?;
-        Ok(wanted as u64)
+        grown.map(drop).map_err(MemoryError::from)
     }
 
     /// Releases wholly free regions, largest first, until `enough` bytes are released or fewer than
@@ -441,7 +371,7 @@ impl PoolCore {
         shared.reclaim_idle();
         self.poll_all();
         self.drain(&shared, false);
-        self.reap(&shared, shared.config.reserve as u64, bytes, None);
+        self.reap(&shared, 0, bytes, None);
     }
 
     /// Releases wholly free regions at a quiet point. Returns the bytes released.
@@ -450,7 +380,6 @@ impl PoolCore {
         let shared = self.with(|state| state.open_as(generation).cloned())?;
         shared.report_limit();
         self.drain(&shared, false);
-        let keep = keep.max(shared.config.reserve as u64);
         let mut failed = None;
         let released = self.reap(&shared, keep, u64::MAX, Some(&mut failed));
         failed.map_or(Ok(released), |error| Err(MemoryError::from(error)))

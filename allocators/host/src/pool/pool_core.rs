@@ -3,7 +3,6 @@
 
 use super::{
     classes::{self, LINE},
-    config::Effort,
     context::PoolContext,
     depot::Depot,
     magazine::{LARGE_MAX, Magazine},
@@ -28,7 +27,7 @@ use std::{
     ptr::NonNull,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
 };
 
@@ -55,22 +54,6 @@ pub(super) struct PoolCore {
     pub(super) growing: Mutex<bool>,
     /// Notified when that thread has made a region or failed.
     pub(super) grown: Condvar,
-}
-
-/// Frees by allocators of an older generation than their core.
-static STALE_FREES: AtomicU64 = AtomicU64::new(0);
-
-/// Returns the number of frees in this process whose pool no longer existed, with all its blocks (a
-/// count). Each was a double free, or a free of a foreign block, and was ignored. Frees that a pool
-/// refused are counted in its own
-/// [`PinnedStats::refused_frees`](super::PinnedStats::refused_frees).
-///
-/// ```
-/// assert_eq!(aquifer_host::pool::stale_frees(), 0, "no block was freed twice");
-/// ```
-#[must_use]
-pub fn stale_frees() -> u64 {
-    STALE_FREES.load(Ordering::Relaxed)
 }
 
 /// Cores without a pool.
@@ -485,7 +468,7 @@ impl PoolCore {
     ) -> Result<NonNull<[u8]>> {
         match self.allocate_fast(generation, layout) {
             Some(start) => Ok(NonNull::slice_from_raw_parts(start, layout.size())),
-            None => self.allocate_slow(generation, layout, &Effort::Configured),
+            None => self.allocate_slow(generation, layout),
         }
     }
 
@@ -500,13 +483,12 @@ impl PoolCore {
         }
     }
 
-    /// Allocates a block after the fast path failed, with the given effort.
+    /// Allocates a block after the fast path failed.
     #[inline(never)]
     pub(super) fn allocate_slow(
         &'static self,
         generation: u64,
         layout: Layout,
-        effort: &Effort,
     ) -> Result<NonNull<[u8]>> {
         if layout.size() == 0 {
             // The block has no memory, and its free is ignored.
@@ -532,7 +514,7 @@ impl PoolCore {
         }
         let block = match self.try_allocate_block(generation, layout)? {
             Some(block) => block,
-            None => self.allocate_by_slow_path(generation, layout, effort)?,
+            None => self.allocate_by_slow_path(generation, layout)?,
         };
         self.publish_sometimes(generation);
         self.record(
@@ -637,7 +619,6 @@ impl PoolCore {
         }
         let (released, open, ticket, shared) = self.with(|state| {
             if state.generation != generation {
-                STALE_FREES.fetch_add(1, Ordering::Relaxed);
                 return (FreeOutcome::Refused, true, None, None);
             }
             let released = state.free(block);

@@ -72,12 +72,12 @@ impl Reclaim for PoolReclaimer {
                 .sum()
         });
         let bytes = self.core.with_tally(|state, tally| {
-            let reserve = match state.open_as(self.generation).map(|shared| &shared.config) {
-                Ok(config) if config.grow == Grow::Now => config.reserve as u64,
+            let grows = |shared: &Arc<PoolContext>| shared.config.grow == Grow::Now;
+            if !state.open_as(self.generation).is_ok_and(grows) {
                 // Such a pool releases regions only when its owner calls for it.
-                _ => return 0,
-            };
-            let free = (state.free_bytes() + tally.cached + idle).saturating_sub(reserve);
+                return 0;
+            }
+            let free = state.free_bytes() + tally.cached + idle;
             // Only whole regions can be released.
             if state.shortest_region().is_some_and(|bytes| bytes <= free) { free } else { 0 }
         });

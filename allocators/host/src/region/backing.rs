@@ -9,11 +9,10 @@
 use super::{
     Cause, Reach, RegionError, Step,
     mapping::{Mapping, retry_stranded, strand, stranded_bytes},
-    window,
 };
 use crate::kernel::{Span, is_forked_child, pointer};
 use aquifer_core::{Charge, DriverError};
-use aquifer_driver::{Driver, Relaxed};
+use aquifer_driver::{Driver, HostFlags, Relaxed};
 use std::{
     mem,
     sync::{
@@ -47,17 +46,8 @@ pub(super) struct DriverBlock {
 }
 
 impl DriverBlock {
-    /// Takes responsibility for `span`.
-    ///
-    /// If `span` cannot be recorded in the window's table, it is freed and the charge is returned,
-    /// unless the block was stranded together with the charge.
-    pub(super) fn new(span: Span, reach: Reach, charge: Charge) -> Result<Self, Option<Charge>> {
-        let mut block = Self { span, reach, charge: Some(charge) };
-        if window::record_driver_memory(span) {
-            Ok(block)
-        } else {
-            Err(block.release().ok().flatten())
-        }
+    pub(super) fn new(span: Span, reach: Reach, charge: Charge) -> Self {
+        Self { span, reach, charge: Some(charge) }
     }
 
     pub(super) fn span(&self) -> Span {
@@ -73,14 +63,7 @@ impl DriverBlock {
         // SAFETY: 1. it was allocated by this driver, and the charge proves that it has not been
         // freed. 2. the region is no longer in use.
         let free = |driver: &dyn Driver, device| unsafe { driver.host_free(device, address) };
-        // The record goes first: once the memory is freed, another thread can get the address from
-        // another allocator, and `window::contains` must not be true of it.
-        window::remove_driver_memory(self.span);
-        if let Err(error) = self.reach.call(free).or_else(ignore_benign) {
-            // The memory is still there. A full table only means that it is not recognised.
-            let _ = window::record_driver_memory(self.span);
-            return Err(error);
-        }
+        self.reach.call(free).or_else(ignore_benign)?;
         Ok(self.charge.take())
     }
 }
@@ -130,11 +113,7 @@ impl Backing {
     ///
     /// # Errors
     /// Those of the driver. The part is then not registered.
-    pub(super) fn register(
-        &mut self,
-        part: Span,
-        flags: aquifer_driver::HostFlags,
-    ) -> Result<(), DriverError> {
+    pub(super) fn register(&mut self, part: Span) -> Result<(), DriverError> {
         let (Some(reach), Some(address)) = (&self.reach, pointer(part.start)) else {
             return Ok(());
         };
@@ -146,7 +125,7 @@ impl Backing {
         // SAFETY: 1. the part is populated and stays mapped until `unregister` has ended the
         // registration.
         reach.call(|driver, device| unsafe {
-            driver.host_register(device, address, part.len, flags)
+            driver.host_register(device, address, part.len, HostFlags::default())
         })?;
         self.registrations.push(part);
         Ok(())
@@ -301,27 +280,4 @@ pub fn end_retired() -> u64 {
         if backing.close().is_ok() { bytes } else { 0 }
     };
     retried + waiting.into_iter().map(end).sum::<u64>()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use aquifer_core::Budget;
-    use aquifer_driver::{Call, DeviceId, HostFlags, sim::Sim};
-
-    #[test]
-    fn memory_that_the_driver_does_not_free_stays_recorded() {
-        let sim = Sim::h200(1);
-        let reach = Reach { driver: sim.driver(), device: DeviceId(0) };
-        let address = reach.driver.host_alloc(reach.device, 8192, HostFlags::default()).unwrap();
-        let span = Span { start: address.as_ptr() as usize, len: 8192 };
-        let charge = Budget::new("host", 8192).charge(8192).unwrap();
-        let mut block = DriverBlock::new(span, reach, charge).unwrap();
-        assert!(window::contains(span.start));
-        sim.fail(Call::HostFree, 1, 999);
-        assert!(block.release().is_err());
-        assert!(window::contains(span.start), "it is still allocated");
-        assert!(block.release().unwrap().is_some(), "the charge comes back with the memory");
-        assert!(!window::contains(span.start));
-    }
 }

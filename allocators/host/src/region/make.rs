@@ -17,7 +17,6 @@ use super::{
     report::{
         Cause, LARGEST, PageTier, PinnedBy, PlacedBy, RegionError, RegionReport, Shortfall, Step,
     },
-    window::GRANULE,
 };
 use crate::{
     kernel::{Advice, Span},
@@ -32,8 +31,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 struct RegionBuilder<'a> {
     host: &'a Host,
     request: &'a RegionRequest,
-    /// The requested flags that are still in effect.
-    flags: HostFlags,
     bytes: usize,
     page: usize,
     /// The node of the pages, and the node of the workers that touch them.
@@ -122,7 +119,6 @@ impl<'a> RegionBuilder<'a> {
         let mut builder = Self {
             host,
             request,
-            flags: request.flags,
             bytes,
             page,
             node: None,
@@ -172,11 +168,11 @@ impl<'a> RegionBuilder<'a> {
     /// Records why an attempt failed. Returns the charge if another attempt is possible.
     fn next_attempt(&mut self, failed: AttemptFailure) -> Result<Charge, AttemptFailure> {
         match failed.charge {
-            Some(charge) if failed.cause != Cause::TimedOut => {
+            Some(charge) => {
                 self.fell_short(failed.step, failed.cause);
                 Ok(charge)
             }
-            charge => Err(AttemptFailure { charge, ..failed }),
+            None => Err(failed),
         }
     }
 
@@ -198,14 +194,6 @@ impl<'a> RegionBuilder<'a> {
             }
         };
         let mut charge = charge;
-        if self.flags.write_combined {
-            match self.driver_memory(charge, &reach) {
-                Ok(made) => return Ok(made),
-                Err(failed) => charge = self.next_attempt(failed)?,
-            }
-            self.flags.write_combined = false;
-            self.fell_short(Step::DriverAlloc, Cause::Cached);
-        }
         let pageable = self.request.pinning == Pinning::Preferred;
         match self.mapped(charge, Some(reach.clone())) {
             Ok(made) => return Ok(made),
@@ -226,8 +214,7 @@ impl<'a> RegionBuilder<'a> {
         reach: Option<Reach>,
     ) -> Result<BuiltRegion, AttemptFailure> {
         let mut tier = self.best_tier(self.request.pages);
-        let align = tier.page().unwrap_or(GRANULE).max(GRANULE);
-        let mut mapping = match Mapping::reserve(&self.host.kernel, self.bytes, align, charge) {
+        let mut mapping = match Mapping::reserve(&self.host.kernel, self.bytes, charge) {
             Ok(mapping) => mapping,
             Err((charge, e)) => return Err(failed(Some(charge), Step::Address, e)),
         };
@@ -236,7 +223,7 @@ impl<'a> RegionBuilder<'a> {
                 Ok(made) => return Ok(made),
                 // The pool of huge pages had fewer pages than reported, or another process has used
                 // them.
-                Err((Some(again), step, cause)) if self.may_lower_tier(tier, step, &cause) => {
+                Err((Some(again), step, cause)) if self.may_lower_tier(tier, step) => {
                     self.fell_short(step, cause);
                     tier = self.best_tier(tier.below());
                     mapping = again;
@@ -325,50 +312,42 @@ impl<'a> RegionBuilder<'a> {
         charge: Charge,
         reach: &Reach,
     ) -> Result<BuiltRegion, AttemptFailure> {
-        if self.flags.read_only {
-            self.flags.read_only = false;
-            self.fell_short(Step::DriverAlloc, Cause::Writable);
-        }
-        let (bytes, flags) = (self.bytes, self.flags);
+        let bytes = self.bytes;
         // The worker's result owns its memory, so it is freed even if the result is never fetched.
         let shared_charge = Arc::new(Mutex::new(Some(charge)));
         let (for_worker, worker_reach) = (shared_charge.clone(), reach.clone());
         let allocate = move || {
             let charge = for_worker.lock().unwrap_or_else(PoisonError::into_inner).take();
             let Some(charge) = charge else {
-                return Err((Step::DriverAlloc, Cause::TimedOut, None));
+                return Err((Step::DriverAlloc, Cause::Workers(WorkerError::Lost), None));
             };
             let _relaxed = Relaxed::enter(&*worker_reach.driver);
-            let address =
-                match worker_reach.call(|driver, device| driver.host_alloc(device, bytes, flags)) {
-                    Ok(address) => address.as_ptr().expose_provenance(),
-                    Err(e) => return Err((Step::DriverAlloc, Cause::Driver(e), Some(charge))),
-                };
-            DriverBlock::new(Span { start: address, len: bytes }, worker_reach.clone(), charge)
-                .map_err(|charge| (Step::DriverAlloc, Cause::Untellable, charge))
+            let address = match worker_reach
+                .call(|driver, device| driver.host_alloc(device, bytes, HostFlags::default()))
+            {
+                Ok(address) => address.as_ptr().expose_provenance(),
+                Err(e) => return Err((Step::DriverAlloc, Cause::Driver(e), Some(charge))),
+            };
+            let span = Span { start: address, len: bytes };
+            Ok(DriverBlock::new(span, worker_reach.clone(), charge))
         };
         let allocate = Arc::new(allocate);
         let by_worker = allocate.clone();
-        let answer =
-            match self
-                .host
-                .workers
-                .run(self.worker_node, self.request.deadline, move || by_worker())
-            {
-                Ok(answer) => {
-                    self.check_worker_binding();
-                    answer
-                }
-                Err(error @ (WorkerError::TimedOut | WorkerError::Lost)) => {
-                    let (step, cause) = (Step::DriverAlloc, error.into());
-                    return Err(AttemptFailure { charge: None, step, cause });
-                }
-                Err(error) => {
-                    self.fell_short(Step::DriverAlloc, Cause::Workers(error));
-                    self.unbound_touch = true;
-                    allocate()
-                }
-            };
+        let answer = match self.host.workers.run(self.worker_node, move || by_worker()) {
+            Ok(answer) => {
+                self.check_worker_binding();
+                answer
+            }
+            Err(error @ WorkerError::Lost) => {
+                let (step, cause) = (Step::DriverAlloc, Cause::Workers(error));
+                return Err(AttemptFailure { charge: None, step, cause });
+            }
+            Err(error) => {
+                self.fell_short(Step::DriverAlloc, Cause::Workers(error));
+                self.unbound_touch = true;
+                allocate()
+            }
+        };
         match answer {
             Ok(block) => {
                 let span = block.span();

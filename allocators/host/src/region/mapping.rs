@@ -48,10 +48,9 @@ impl Mapping {
     pub(super) fn reserve(
         kernel: &Kernel,
         bytes: usize,
-        align: usize,
         charge: Charge,
     ) -> Result<Self, (Charge, SystemError)> {
-        match window::carve(kernel, bytes, align) {
+        match window::carve(kernel, bytes) {
             Ok(span) => Ok(Self {
                 span,
                 kernel: kernel.clone(),

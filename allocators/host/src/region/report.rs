@@ -20,9 +20,6 @@ pub enum PageTier {
     Transparent,
     /// Huge pages of 2 MiB from the reserved pool.
     HugeTlb,
-    /// Huge pages of 1 GiB from the reserved pool. The size of the region must be a multiple of
-    /// that, otherwise a lower tier is used.
-    HugeTlb1G,
 }
 
 impl PageTier {
@@ -31,7 +28,6 @@ impl PageTier {
     pub(super) fn page(self) -> Option<usize> {
         match self {
             Self::HugeTlb => Some(2 << 20),
-            Self::HugeTlb1G => Some(1 << 30),
             Self::DriverChosen | Self::Base | Self::Transparent => None,
         }
     }
@@ -40,7 +36,6 @@ impl PageTier {
     pub(super) fn map_pages(self) -> MapPages {
         match self {
             Self::HugeTlb => MapPages::Huge2M,
-            Self::HugeTlb1G => MapPages::Huge1G,
             Self::DriverChosen | Self::Base | Self::Transparent => MapPages::Ordinary,
         }
     }
@@ -187,11 +182,6 @@ pub enum Cause {
         /// Actual bytes of one registration.
         taken: usize,
     },
-    /// Read-only registration is not available. The device may write.
-    Writable,
-    /// Write-combined memory is not available, or not for this kind of memory. The memory is
-    /// cached.
-    Cached,
     /// The request was strict, and pages are on other nodes or their node is unknown.
     Misplaced {
         /// Pages on other nodes.
@@ -199,13 +189,8 @@ pub enum Cause {
         /// Pages whose node is unknown.
         unknown: u64,
     },
-    /// Memory of the driver cannot be recorded: it does not begin at a page, or too many such
-    /// regions exist.
-    Untellable,
     /// The pool was closed while the region was created, or its table of records is full.
     NotKept,
-    /// The deadline passed.
-    TimedOut,
 }
 
 /// A requested property that was not available.
@@ -282,7 +267,6 @@ impl fmt::Display for PageTier {
             Self::Base => "base pages",
             Self::Transparent => "transparent huge pages",
             Self::HugeTlb => "huge pages from the pool",
-            Self::HugeTlb1G => "huge pages of 1 GiB from the pool",
         })
     }
 }
@@ -302,15 +286,6 @@ impl fmt::Display for Step {
             Self::DriverAlloc => "driver allocation",
             Self::Verify => "verify",
         })
-    }
-}
-
-impl From<WorkerError> for Cause {
-    fn from(error: WorkerError) -> Self {
-        match error {
-            WorkerError::TimedOut => Self::TimedOut,
-            error => Self::Workers(error),
-        }
     }
 }
 
@@ -341,18 +316,12 @@ impl fmt::Display for Cause {
             Self::Chunks { asked, taken } => {
                 write!(f, "one registration cannot pin {asked} bytes here: {taken} at once")
             }
-            Self::Cached => f.write_str("write-combined memory of this kind is not available"),
-            Self::Writable => f.write_str("the device could not be kept from writing"),
             Self::Misplaced { elsewhere, unknown } => {
                 write!(f, "{elsewhere} pages on other nodes, {unknown} of unknown place")
-            }
-            Self::Untellable => {
-                f.write_str("the driver's memory could not be told from foreign memory")
             }
             Self::NotKept => {
                 f.write_str("the pool was closed in the meantime, or its tables are full")
             }
-            Self::TimedOut => f.write_str("the deadline passed"),
         }
     }
 }
@@ -398,7 +367,6 @@ impl From<RegionError> for MemoryError {
             Cause::System(e) => Self::System(e),
             Cause::Driver(e) => Self::Driver(e),
             Cause::NotKept => Self::Closed,
-            Cause::TimedOut => Self::TimedOut,
             Cause::Workers(WorkerError::Bind { error, .. } | WorkerError::Spawn { error }) => {
                 Self::System(error)
             }
@@ -408,10 +376,7 @@ impl From<RegionError> for MemoryError {
             | Cause::NotOffered
             | Cause::Touched
             | Cause::Stalled { .. }
-            | Cause::Chunks { .. }
-            | Cause::Writable
-            | Cause::Cached
-            | Cause::Untellable => Self::Unsupported { feature: "populating pinned memory" },
+            | Cause::Chunks { .. } => Self::Unsupported { feature: "populating pinned memory" },
             Cause::NoDriver => Self::Unsupported { feature: "pinned memory without a driver" },
             Cause::UnknownNode(_) | Cause::NumaOff | Cause::NoCpus(_) | Cause::Workers(_) => {
                 Self::Unsupported { feature: "memory on that NUMA node" }

@@ -1,15 +1,14 @@
 //! Permission to start a transfer.
 
-use super::{StageError, Stager, StagerCore};
+use super::{Stager, StagerCore};
 use crate::kernel::is_forked_child;
-use aquifer_core::{MemoryError, panics::contain};
+use aquifer_core::panics::contain;
 use std::{
     fmt,
     future::Future,
     pin::Pin,
     sync::{Arc, PoisonError},
-    task::{Context, Poll},
-    time::Instant,
+    task::{Context, Poll, Waker},
 };
 
 /// Permission to start one more transfer.
@@ -22,7 +21,7 @@ use std::{
 /// let mut config = StagerConfig::default();
 /// config.depth = 1;
 /// let stager = rt.stager(0, config)?;
-/// // This blocks. `try_permit` and `ready().await` do not, and `permit_until` has a deadline.
+/// // This blocks. `try_permit` and `ready().await` do not.
 /// let permit = stager.permit();
 /// assert!(stager.try_permit().is_none());
 /// drop(permit);
@@ -67,49 +66,37 @@ impl Stager {
     /// In a forked child process a permit is always available, and transfers that use it are
     /// refused.
     pub fn permit(&self) -> Permit {
-        if is_forked_child() {
-            return Permit { shared: self.shared.clone() };
-        }
         let permits = &self.shared.permits;
-        let mut state = permits.lock();
-        while state.free == 0 {
-            state = permits.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        if !is_forked_child() {
+            let mut state = permits.lock();
+            while state.free == 0 {
+                state = permits.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            state.free -= 1;
         }
-        state.free -= 1;
         Permit { shared: self.shared.clone() }
     }
 
     /// Returns a permit if one is available. Never blocks.
     #[must_use]
     pub fn try_permit(&self) -> Option<Permit> {
-        if is_forked_child() {
-            return Some(self.permit());
-        }
-        let mut state = self.shared.permits.lock();
-        state.free = state.free.checked_sub(1)?;
-        Some(Permit { shared: self.shared.clone() })
+        self.take_permit(None)
     }
 
-    /// Waits for a permit until `deadline`.
-    ///
-    /// # Errors
-    /// [`MemoryError::TimedOut`].
-    pub fn permit_until(&self, deadline: Instant) -> Result<Permit, StageError> {
-        if is_forked_child() {
-            return Ok(self.permit());
+    /// Takes a permit, or has `waker` woken when one is returned.
+    fn take_permit(&self, waker: Option<&Waker>) -> Option<Permit> {
+        if !is_forked_child() {
+            let mut state = self.shared.permits.lock();
+            let Some(left) = state.free.checked_sub(1) else {
+                let known =
+                    |waker: &&Waker| state.wakers.iter().any(|known| known.will_wake(waker));
+                let new = waker.filter(|waker| !known(waker)).cloned();
+                state.wakers.extend(new);
+                return None;
+            };
+            state.free = left;
         }
-        let permits = &self.shared.permits;
-        let mut state = permits.lock();
-        while state.free == 0 {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(MemoryError::TimedOut.into());
-            }
-            state =
-                permits.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        state.free -= 1;
-        Ok(Permit { shared: self.shared.clone() })
+        Some(Permit { shared: self.shared.clone() })
     }
 
     /// Returns a future that waits for a permit, for any runtime. If it is dropped early, it has
@@ -130,20 +117,6 @@ impl Future for PermitFuture<'_> {
     type Output = Permit;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Permit> {
-        if is_forked_child() {
-            return Poll::Ready(self.stager.permit());
-        }
-        let permits = &self.stager.shared.permits;
-        let mut state = permits.lock();
-        if let Some(left) = state.free.checked_sub(1) {
-            state.free = left;
-            drop(state);
-            return Poll::Ready(Permit { shared: self.stager.shared.clone() });
-        }
-        let waker = context.waker();
-        if !state.wakers.iter().any(|known| known.will_wake(waker)) {
-            state.wakers.push(waker.clone());
-        }
-        Poll::Pending
+        self.stager.take_permit(Some(context.waker())).map_or(Poll::Pending, Poll::Ready)
     }
 }

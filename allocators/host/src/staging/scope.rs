@@ -325,65 +325,6 @@ impl<'env> StageScope<'_, 'env> {
         })
     }
 
-    /// Copies several slices, each to its own operand, as one transfer.
-    ///
-    /// The slices share slots, so small slices cost little.
-    ///
-    /// # Errors
-    /// As [`StageScope::upload`].
-    #[track_caller]
-    pub fn upload_all<T, D>(
-        &self,
-        pairs: impl IntoIterator<Item = (&'env [T], &'env mut D)>,
-    ) -> Result<Staged>
-    where
-        T: Pod,
-        D: Typed<Item = T> + OperandMut + 'env,
-    {
-        let _site = site::enter();
-        let mut parts = Parts::new(Direction::Upload);
-        let mut operands = Vec::new();
-        for (from, to) in pairs {
-            parts.slices([NonNull::from(from)], device_location(to))?;
-            operands.push(to);
-        }
-        self.begin(parts, None, common_stream(operands.iter().map(|to| to.home_stream())), |on| {
-            operands
-                .iter_mut()
-                .try_for_each(|to| to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write))
-        })
-    }
-
-    /// Copies several operands, each into its own slice, as one transfer.
-    ///
-    /// The slices share slots, so small slices cost little.
-    ///
-    /// # Errors
-    /// As [`StageScope::download`].
-    #[track_caller]
-    pub fn download_all<T: Pod, D: Typed<Item = T> + 'env>(
-        &self,
-        pairs: impl IntoIterator<Item = (&'env D, &'env mut [T])>,
-    ) -> Result<Staged> {
-        let _site = site::enter();
-        let mut parts = Parts::new(Direction::Download);
-        let mut operands = Vec::new();
-        for (from, to) in pairs {
-            parts.slices([NonNull::from(to)], device_location(from))?;
-            operands.push(from);
-        }
-        self.begin(
-            parts,
-            None,
-            common_stream(operands.iter().map(|from| from.home_stream())),
-            |on| {
-                operands
-                    .iter()
-                    .try_for_each(|from| from.order(on.raw(), Some(on.keep_alive()), Access::Read))
-            },
-        )
-    }
-
     /// Fills `to` from `source`, starting at `offset`.
     ///
     /// # Errors
@@ -482,12 +423,6 @@ impl<'env> StageScope<'_, 'env> {
         transfer.begin();
         Ok(Staged::from_transfer(transfer))
     }
-}
-
-/// Returns the common owner stream of all operands, if they share one.
-fn common_stream(mut owners: impl Iterator<Item = Option<RawStream>>) -> Option<RawStream> {
-    let first = owners.next()??;
-    owners.all(|owner| owner == Some(first)).then_some(first)
 }
 
 impl fmt::Debug for StageScope<'_, '_> {

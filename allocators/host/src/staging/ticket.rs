@@ -19,7 +19,6 @@ use std::{
     fmt,
     future::Future,
     iter,
-    ops::Range,
     pin::Pin,
     ptr::NonNull,
     sync::{Arc, Mutex, PoisonError},
@@ -287,33 +286,13 @@ impl Permit {
     /// [`Failed`] with `to`: a conflicting use of it, or an error of the driver. No transfer was
     /// started.
     #[track_caller]
-    pub fn read<D>(self, source: Arc<dyn Source>, offset: u64, to: D) -> Begun<D>
-    where
-        D: Typed + OperandMut + Send + 'static,
-        D::Item: Pod,
-    {
-        let end = offset.saturating_add(to.range().bytes);
-        self.read_ranges(source, iter::once(offset..end), to)
-    }
-
-    /// Fills `to` from byte ranges of `source`, one after another, and owns `to` until that is
-    /// done.
-    ///
-    /// # Errors
-    /// [`Failed`] with `to`: ranges whose total length is not that of `to`, a conflicting use of
-    /// it, or an error of the driver. No transfer was started.
-    #[track_caller]
-    pub fn read_ranges<D>(
-        self,
-        source: Arc<dyn Source>,
-        from: impl IntoIterator<Item = Range<u64>>,
-        mut to: D,
-    ) -> Begun<D>
+    pub fn read<D>(self, source: Arc<dyn Source>, offset: u64, mut to: D) -> Begun<D>
     where
         D: Typed + OperandMut + Send + 'static,
         D::Item: Pod,
     {
         let _site = site::enter();
+        let from = iter::once(offset..offset.saturating_add(to.range().bytes));
         let mut parts = Parts::new(Direction::Upload);
         let made = parts.ranges(from, device_location(&to)).map_err(Into::into).and_then(|()| {
             let (shared, from) = (self.shared.clone(), Some(from_source(&*source)));

@@ -5,10 +5,7 @@ use super::{
     files::{file, wrong_number},
     groups::{self, Version},
 };
-use std::{
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{path::Path, time::Duration};
 
 /// The file with the machine's stalls.
 const MACHINE: &str = "/proc/pressure/memory";
@@ -63,29 +60,12 @@ impl Topology {
         Ok(Strain { headroom: self.headroom()?, stalls: self.stalls()?, events: self.events()? })
     }
 
-    /// Returns the paths of the kernel's pressure files, the process's own group first. Some of
-    /// them may not exist.
-    ///
-    /// # Errors
-    /// [`TopologyError`] for a file that cannot be parsed.
-    pub fn stall_files(&self) -> Result<Vec<PathBuf>, TopologyError> {
-        Ok(self.stall_paths()?.iter().map(|path| self.files.real(path)).collect())
-    }
-
-    /// Returns the file of the own group, which does not exist in the root group, and that of the
-    /// machine.
-    fn stall_paths(&self) -> Result<Vec<PathBuf>, TopologyError> {
-        let groups = groups::all(&self.files)?;
-        let own = groups.iter().find(|group| group.version == Version::Two);
-        Ok(own
-            .map(|group| group.folder.join("memory.pressure"))
-            .into_iter()
-            .chain([MACHINE.into()])
-            .collect())
-    }
-
     fn stalls(&self) -> Result<Found<Stalls>, TopologyError> {
-        for path in self.stall_paths()? {
+        let groups = groups::all(&self.files)?;
+        // The root group has no such file.
+        let own = groups.iter().find(|group| group.version == Version::Two);
+        let own = own.map(|group| group.folder.join("memory.pressure"));
+        for path in own.into_iter().chain([MACHINE.into()]) {
             if let Some(text) = self.files.text(&path)? {
                 return Ok(Found::known(parse(&path, &text)?, file(path)));
             }

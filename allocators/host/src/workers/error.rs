@@ -34,8 +34,6 @@ pub enum WorkerError {
     },
     /// The workers are threads of the parent process.
     Forked,
-    /// The deadline passed before the task was done.
-    TimedOut,
     /// The task panicked, or the workers ended before it.
     Lost,
 }
@@ -50,7 +48,6 @@ impl fmt::Display for WorkerError {
             }
             Self::Spawn { error } => write!(f, "no worker could be started: {error}"),
             Self::Forked => f.write_str("the workers are the parent process's"),
-            Self::TimedOut => f.write_str("the deadline passed before the worker was done"),
             Self::Lost => f.write_str("the worker panicked, or ended before the task"),
         }
     }

@@ -71,12 +71,11 @@ fn releases_of_a_closed_pool_take_no_region_of_the_next_pool_on_its_core() {
         unsafe { allocator.deallocate(other.0, layout) };
         let mut config = PinnedConfig::default();
         config.chunk = 4 * MIB;
-        config.reserve = 4 * MIB;
         let next = PinnedPool::new(&support::host(), &budget, config).unwrap();
         next.warm(4 * MIB).unwrap();
         go_on.send(()).unwrap();
         releasing.join().unwrap();
-        assert_eq!(next.stats().memory.physical, 4 * MIB as u64, "the reserve of the next pool");
+        assert_eq!(next.stats().memory.physical, 4 * MIB as u64, "the memory of the next pool");
     });
     support::sweep_out(&budget);
 }

@@ -18,7 +18,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 fn config() -> PinnedConfig {
@@ -630,66 +630,18 @@ fn threads_that_pass_blocks_during_trims_never_share_one() {
 }
 
 #[test]
-fn a_pool_that_grows_at_quiet_points_refuses_until_one_and_keeps_ahead() {
+fn a_pool_that_grows_at_quiet_points_refuses_until_it_is_warmed() {
     let mut config = config();
     config.grow = Grow::AtQuietPoints;
-    config.grow_ahead = 6 * MIB;
     let (pool, budget) = pool_of(config, 64 * MIB);
     let Err(MemoryError::OutOfMemory(error)) = pool.allocate(bytes(64)) else { panic!("it grew") };
     assert!(error.tried.iter().any(|step| step.step.contains("quiet points")), "{error}");
     assert_eq!((budget.used(), pool.stats().memory.failures), (0, 1));
-    assert_eq!(pool.quiet_point().unwrap(), 6 * MIB as u64);
+    pool.warm(6 * MIB).unwrap();
     let at = take(&pool.allocator(), 64).unwrap();
-    assert_eq!(
-        pool.quiet_point().unwrap(),
-        4 * MIB as u64,
-        "a chunk, for what that took of the six"
-    );
     give(&pool.allocator(), at, 64);
-    assert_eq!(pool.quiet_point().unwrap(), 0);
     assert!(pool.allocate(bytes(20 * MIB)).is_err(), "and gives nothing back for it either");
-    assert_eq!(pool.stats().regions, 2);
-}
-
-#[test]
-fn a_trim_keeps_the_warm_reserve() {
-    let mut config = config();
-    config.reserve = 4 * MIB;
-    let (pool, _budget) = pool_of(config, 64 * MIB);
-    pool.warm(4 * MIB).unwrap();
-    pool.warm(12 * MIB).unwrap();
-    assert_eq!(pool.trim(0).unwrap(), 8 * MIB as u64);
-    assert_eq!((pool.trim(0).unwrap(), pool.stats().memory.physical), (0, 4 * MIB as u64));
-}
-
-#[test]
-fn a_request_may_take_existing_memory_only_or_wait_until_a_deadline() {
-    let (pool, _budget) = pool_of(config(), 4 * MIB);
-    let allocator = pool.allocator();
-    assert!(pool.try_allocate(bytes(64)).is_err(), "nothing is there, and it does not grow");
-    assert_eq!(pool.stats().memory.physical, 0);
-    let all = take(&allocator, 4 * MIB).unwrap();
-    assert!(pool.try_allocate(bytes(64)).is_err());
-    let begun = Instant::now();
-    let refused = pool.allocate_until(bytes(MIB), begun + Duration::from_millis(20));
-    assert!(
-        matches!(refused, Err(MemoryError::OutOfMemory(_)))
-            && begun.elapsed() >= Duration::from_millis(20)
-    );
-    assert_eq!(pool.stats().memory.failures, 3);
-    // A request that can never be met does not wait.
-    let end = Instant::now() + Duration::from_secs(600);
-    assert!(matches!(pool.allocate_until(bytes(1 << 50), end), Err(MemoryError::TooLarge { .. })));
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            thread::sleep(Duration::from_millis(20));
-            give(&allocator, all, 4 * MIB);
-        });
-        let at = pool.allocate_until(bytes(MIB), end).unwrap();
-        give(&allocator, At(at.cast()), MIB);
-    });
-    let at = pool.try_allocate(bytes(4 * MIB)).unwrap();
-    give(&allocator, At(at.cast()), 4 * MIB);
+    assert_eq!(pool.stats().regions, 1);
 }
 
 #[test]

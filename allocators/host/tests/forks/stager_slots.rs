@@ -167,7 +167,7 @@ fn a_forked_child_is_refused_by_its_parents_stager_and_waits_for_nothing() {
         let right = [
             long.is_err_and(|error| elsewhere(&error)),
             stager.warm() == Err(MemoryError::OtherProcess) && stager.trim() == 0,
-            stager.try_permit().is_some() && stager.permit_until(Instant::now()).is_ok(),
+            stager.try_permit().is_some(),
             failed.as_ref().is_err_and(|failed| elsewhere(&failed.error)),
             ticket.is_done() && ticket.watch().wait().is_err_and(|error| elsewhere(&error)),
             ticket

@@ -18,7 +18,6 @@ use std::{
     num::NonZeroUsize,
     process,
     sync::{Arc, Mutex, mpsc},
-    time::{Duration, Instant},
 };
 
 fn workers() -> Workers {
@@ -27,13 +26,6 @@ fn workers() -> Workers {
 
 fn one_worker() -> Workers {
     Workers::with_threads(&support::topology(), Kernel::new(), NonZeroUsize::MIN)
-}
-
-/// Longer than any operation takes on a busy machine, unless it hangs.
-const PATIENCE: Duration = Duration::from_secs(120);
-
-fn soon() -> Option<Instant> {
-    Some(Instant::now() + PATIENCE)
 }
 
 /// Returns the CPUs to which the calling thread is bound according to the kernel.
@@ -94,7 +86,7 @@ fn a_nodes_workers_run_on_its_cpus_and_what_they_touch_lies_there() {
             // SAFETY: 1. reserved above, and known only here.
             unsafe { kernel.map(fresh, MapPages::Ordinary).unwrap() };
             let toucher = kernel.clone();
-            let bound = workers.run(Some(node.id), soon(), move || {
+            let bound = workers.run(Some(node.id), move || {
                 // SAFETY: 1. mapped above, and untouched. 2. ordinary pages.
                 unsafe { toucher.touch(fresh, 4096) };
                 my_cpus()
@@ -126,35 +118,9 @@ fn an_unknown_node_and_one_without_cpus_are_refused() {
 #[test]
 fn a_task_that_panics_is_lost_and_its_worker_goes_on() {
     let workers = one_worker();
-    let lost = workers.run(None, soon(), || std::panic::panic_any(Bomb));
+    let lost = workers.run(None, || std::panic::panic_any(Bomb));
     assert_eq!(lost, Err(WorkerError::Lost));
-    assert_eq!(workers.run(None, soon(), || 7), Ok(7));
-}
-
-#[test]
-fn after_its_deadline_a_task_is_not_begun_and_its_result_frees_itself() {
-    let workers = one_worker();
-    let (task, release, begun) = held();
-    workers.submit(None, 1, task).unwrap();
-    begun.recv().unwrap();
-    let deadline = Some(Instant::now() + Duration::from_millis(2));
-    let late = workers.run(None, deadline, || panic!("begun after its deadline"));
-    assert_eq!(late, Err(WorkerError::TimedOut));
-    release.send(()).unwrap();
-    let (task, release, begun) = held();
-    let result = Arc::new(());
-    let made = result.clone();
-    let patience = Instant::now() + Duration::from_millis(50);
-    let outlasts = workers.run(None, Some(patience), move || {
-        task();
-        made.clone()
-    });
-    assert_eq!(outlasts, Err(WorkerError::TimedOut));
-    // On a busy machine it did not begin, and then nobody waits to be released.
-    let _ = release.send(());
-    drop(begun);
-    assert_eq!(workers.run(None, soon(), || 7), Ok(7));
-    assert_eq!(Arc::strong_count(&result), 1, "neither the result nor the work is kept");
+    assert_eq!(workers.run(None, || 7), Ok(7));
 }
 
 #[test]
@@ -199,7 +165,7 @@ fn a_worker_that_may_not_be_bound_works_anywhere_and_says_so() {
         assert_eq!(workers.shortfall(node), None, "nobody has been refused yet");
         faults.fail(SystemCall::Bind, 1, errno);
         let here = my_cpus();
-        assert_eq!(workers.run(Some(node), soon(), my_cpus), Ok(here));
+        assert_eq!(workers.run(Some(node), my_cpus), Ok(here));
         let told = workers.shortfall(node);
         assert!(
             matches!(told, Some(WorkerError::Bind { node: n, error }) if n == node && error.errno == errno),
@@ -223,7 +189,7 @@ fn a_worker_is_bound_to_the_cpus_that_its_node_has_when_it_starts() {
     let workers = Workers::new(&Topology::read_under(&root).unwrap(), Kernel::new());
     let last = real.iter().last().unwrap().to_string();
     write("sys/devices/system/node/node0/cpulist", &last);
-    let bound = workers.run(Some(NodeId(0)), soon(), || my_cpus().to_string());
+    let bound = workers.run(Some(NodeId(0)), || my_cpus().to_string());
     fs::remove_dir_all(&root).unwrap();
     assert_eq!(bound, Ok(last));
 }
@@ -238,7 +204,7 @@ fn a_task_behind_a_busy_worker_gets_a_thread_of_its_own() {
     let (task, release, begun) = held();
     workers.submit(None, 1, task).unwrap();
     begun.recv().unwrap();
-    assert_eq!(workers.run(None, soon(), || 8), Ok(8));
+    assert_eq!(workers.run(None, || 8), Ok(8));
     assert_eq!(workers.threads(), 2);
     release.send(()).unwrap();
 }
@@ -254,7 +220,7 @@ fn a_forked_child_is_refused_its_parents_workers_and_waits_for_nothing() {
     if child == 0 {
         // SAFETY: 1. takes a number. A child that blocks is ended by the alarm.
         unsafe { libc::alarm(120) };
-        let refused = workers.run(None, None, || ()) == Err(WorkerError::Forked);
+        let refused = workers.run(None, || ()) == Err(WorkerError::Forked);
         let nobody =
             workers.threads() == 0 && workers.shortfall(NodeId(0)) == Some(WorkerError::Forked);
         drop(workers);
@@ -267,5 +233,5 @@ fn a_forked_child_is_refused_its_parents_workers_and_waits_for_nothing() {
     assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
     begun.recv().unwrap();
     release.send(()).unwrap();
-    assert_eq!(workers.run(None, soon(), || 7), Ok(7), "the parent's workers go on");
+    assert_eq!(workers.run(None, || 7), Ok(7), "the parent's workers go on");
 }

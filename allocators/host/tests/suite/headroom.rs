@@ -204,14 +204,6 @@ fn stalls_and_events_are_told_by_the_group_and_those_above_and_read_anew() {
     let stalls = strain.stalls.value.unwrap();
     assert_eq!((stalls.some, stalls.full), (1205, 300));
     assert_eq!(strain.stalls.source, file("/sys/fs/cgroup/tenants/job/memory.pressure"));
-    let files = host.stall_files().unwrap();
-    assert_eq!(files.len(), 2);
-    assert!(files[0].ends_with("sys/fs/cgroup/tenants/job/memory.pressure") && files[0].exists());
-    assert_ne!(
-        files[0],
-        PathBuf::from("/sys/fs/cgroup/tenants/job/memory.pressure"),
-        "below the root"
-    );
 }
 
 #[test]

@@ -356,26 +356,6 @@ fn small_pieces_share_slots() {
 }
 
 #[test]
-fn many_operands_are_one_transfer() {
-    let rig = Rig::new();
-    let pieces: Vec<_> = (0..60).map(|at| pattern(1 + 97 * at, at as u8)).collect();
-    let mut operands: Vec<_> = pieces.iter().map(|piece| rig.operand(piece.len())).collect();
-    operands.iter_mut().for_each(|x| rig.fill(x, 1));
-    let pairs = pieces.iter().map(|piece| &piece[..]).zip(&mut operands);
-    rig.stager.scope(|s| s.upload_all(pairs).map(drop)).unwrap().unwrap();
-    for (x, piece) in operands.iter().zip(&pieces) {
-        assert!(rig.bytes(x) == *piece);
-        rig.look(x);
-    }
-    let mut back: Vec<_> = pieces.iter().map(|piece| vec![0; piece.len()]).collect();
-    let pairs = operands.iter().zip(back.iter_mut().map(|piece| &mut piece[..]));
-    rig.stager.scope(|s| s.download_all(pairs).map(drop)).unwrap().unwrap();
-    assert!(back == pieces);
-    drop(operands);
-    rig.assert_all_given_back();
-}
-
-#[test]
 fn one_direction_goes_on_while_the_other_is_held_up() {
     let rig = Rig::new();
     let (mut x, mut y) = (rig.operand(9 * SLOT), rig.operand(9 * SLOT));
@@ -627,8 +607,6 @@ fn transfers_in_flight_never_exceed_their_limit() {
         .map(|_| rig.stager.upload(vec![1u8; 2 * SLOT], rig.operand(2 * SLOT)).unwrap())
         .collect();
     assert!(rig.stager.try_permit().is_none());
-    let late = rig.stager.permit_until(Instant::now() + Duration::from_millis(5));
-    assert!(matches!(late, Err(StageError::Memory(MemoryError::TimedOut))));
     let mut ready = rig.stager.ready();
     let mut context = Context::from_waker(Waker::noop());
     assert!(Pin::new(&mut ready).poll(&mut context).is_pending());

@@ -7,7 +7,6 @@ impl PageTier {
     /// Returns the next lower tier.
     pub(super) fn below(self) -> Self {
         match self {
-            Self::HugeTlb1G => Self::HugeTlb,
             Self::HugeTlb => Self::Transparent,
             Self::Transparent | Self::Base | Self::DriverChosen => Self::Base,
         }
@@ -54,9 +53,7 @@ impl RegionBuilder<'_> {
 
     /// Returns whether a lower tier may help after a failure: the pool of huge pages had fewer
     /// pages than reported, or another process has used them.
-    pub(super) fn may_lower_tier(&self, tier: PageTier, step: Step, cause: &Cause) -> bool {
-        tier.page().is_some()
-            && !matches!(step, Step::Register | Step::Verify)
-            && *cause != Cause::TimedOut
+    pub(super) fn may_lower_tier(&self, tier: PageTier, step: Step) -> bool {
+        tier.page().is_some() && !matches!(step, Step::Register | Step::Verify)
     }
 }

@@ -15,16 +15,13 @@ use crate::{
         stall_detector::StallDetector,
         window::GRANULE,
     },
-    workers::{WorkerError, is_past, receive},
+    workers::WorkerError,
 };
 use aquifer_core::panics::contain;
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-        mpsc::{self, Receiver, Sender},
-    },
-    time::Instant,
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+    mpsc::{self, Receiver, Sender},
 };
 
 /// The driver refuses registrations of this size and above.
@@ -79,7 +76,7 @@ impl RegionBuilder<'_> {
                 if register { self.register(backing, part, tier) } else { Ok(()) }
             });
             if let Err((step, cause)) = done {
-                population.stop(task, cause == Cause::TimedOut);
+                population.stop(task);
                 return Err((step, cause));
             }
             if register {
@@ -91,7 +88,7 @@ impl RegionBuilder<'_> {
         if let Some(bytes) = task.stall.stalled() {
             self.fell_short(Step::Populate, Cause::Stalled { bytes });
         }
-        population.stop(task, false);
+        population.stop(task);
         Ok(())
     }
 
@@ -128,14 +125,7 @@ impl RegionBuilder<'_> {
                 return Err((Step::Verify, Cause::Misplaced { elsewhere, unknown }));
             }
         }
-        let mut answer = backing.register(part, self.flags);
-        // Some devices do not support read-only registration. The memory is pinned without it.
-        if answer.is_err() && self.flags.read_only && backing.registrations().is_empty() {
-            self.flags.read_only = false;
-            self.fell_short(Step::Register, Cause::Writable);
-            answer = backing.register(part, self.flags);
-        }
-        answer.map_err(|e| (Step::Register, Cause::Driver(e)))
+        backing.register(part).map_err(|e| (Step::Register, Cause::Driver(e)))
     }
 
     /// Begins populating, with workers, or on this thread if none are available.
@@ -153,7 +143,6 @@ impl RegionBuilder<'_> {
             page: self.page,
             piece,
             pieces,
-            deadline: self.request.deadline,
             stall: StallDetector::default(),
             next: AtomicUsize::new(0),
             results: sender,
@@ -197,7 +186,6 @@ struct Populating {
     /// Bytes and number of the pieces.
     piece: usize,
     pieces: usize,
-    deadline: Option<Instant>,
     stall: StallDetector,
     /// The next piece that nobody has begun.
     next: AtomicUsize,
@@ -209,12 +197,8 @@ struct Populating {
 type PieceResult = (usize, Result<PopulateMethod, Cause>);
 
 impl Populating {
-    /// Populates the next piece. Returns false if none is left, the deadline has passed, or a piece
-    /// has failed.
+    /// Populates the next piece. Returns false if none is left, or a piece has failed.
     fn populate_next(&self) -> bool {
-        if is_past(self.deadline) {
-            return false;
-        }
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         if number >= self.pieces {
             return false;
@@ -254,10 +238,11 @@ impl Population {
     fn wait_for(&mut self, end: usize, task: &Populating) -> Result<bool, Cause> {
         let mut touched = false;
         while self.prefix < end {
-            if self.by_caller && !task.populate_next() && is_past(task.deadline) {
-                return Err(Cause::TimedOut);
+            if self.by_caller {
+                task.populate_next();
             }
-            let (number, method) = receive(&self.results, task.deadline)?;
+            let (number, method) =
+                self.results.recv().map_err(|_| Cause::Workers(WorkerError::Lost))?;
             touched |= method? == PopulateMethod::ByTouch;
             debug_assert!(!self.arrived[number], "piece {number} was populated twice");
             self.arrived[number] = true;
@@ -267,11 +252,11 @@ impl Population {
         Ok(touched)
     }
 
-    /// Stops, and waits until no worker uses the memory any more, unless the deadline has passed.
-    fn stop(self, task: Arc<Populating>, timed_out: bool) {
+    /// Stops, and waits until no worker uses the memory any more.
+    fn stop(self, task: Arc<Populating>) {
         task.cancel();
         drop(task);
-        while !timed_out && self.results.recv().is_ok() {}
+        while self.results.recv().is_ok() {}
     }
 }
 
