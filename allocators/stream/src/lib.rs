@@ -31,7 +31,7 @@ pub use epochs::Epochs;
 pub use launch::{Account, Launch, PreparedLaunch, TrackUses};
 pub use life::StreamLifetime;
 pub use lock::{AllLocked, Spin};
-pub use pool::{AfterSynchronize, DEFAULT_CAP, StreamOptions, StreamPool};
+pub use pool::{AfterSynchronize, DEFAULT_CAP, StreamPool};
 pub use retirement::{Calling, Ended, Retirement};
 pub use stream::{Point, Stream};
 pub use timeline::{Fence, Timeline};

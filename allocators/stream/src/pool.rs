@@ -11,7 +11,6 @@ use std::{
     collections::HashMap,
     fmt,
     hash::{BuildHasherDefault, Hasher},
-    ops::RangeInclusive,
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
     thread::{self, ThreadId},
 };
@@ -113,40 +112,6 @@ impl StreamKey {
     }
 }
 
-/// The properties of a leased stream.
-///
-/// ```
-/// use aquifer_core::DeviceId;
-/// use aquifer_driver::sim::Sim;
-/// use aquifer_stream::{StreamOptions, StreamPool};
-/// let pool = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 4);
-/// let collectives = pool.lease_as(StreamOptions::default().isolated().priority(-1))?;
-/// assert!(collectives.timeline().is_isolated());
-/// # Ok::<(), aquifer_core::MemoryError>(())
-/// ```
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct StreamOptions {
-    priority: i32,
-    isolated: bool,
-}
-
-impl StreamOptions {
-    /// Sets the priority. A lower number is served first. The default is 0.
-    #[must_use]
-    pub fn priority(mut self, priority: i32) -> Self {
-        self.priority = priority;
-        self
-    }
-
-    /// Isolates the stream: a pool never makes it wait for another stream, nor another stream for
-    /// it. See [`Timeline::is_isolated`].
-    #[must_use]
-    pub fn isolated(mut self) -> Self {
-        self.isolated = true;
-        self
-    }
-}
-
 #[derive(Default)]
 struct SlotTable {
     slots: Vec<Slot>,
@@ -160,7 +125,7 @@ struct SlotTable {
 
 struct Slot {
     timeline: Arc<Timeline>,
-    kind: StreamOptions,
+    isolated: bool,
     /// Incremented by each lease, so that ids of earlier leases are invalid.
     generation: u32,
     lease: Weak<StreamLease>,
@@ -183,21 +148,13 @@ impl StreamPool {
         }
     }
 
-    /// Leases a stream of the default priority.
+    /// Leases a stream. Reuses an idle stream or creates one. An idle stream that still captures a
+    /// graph is not leased. If the pool has no other stream left, a new one replaces it.
     ///
     /// # Errors
     /// [`MemoryError::Capacity`] when `cap` streams are leased, and driver errors.
     pub fn lease(&self) -> Result<Stream> {
-        self.lease_as(StreamOptions::default())
-    }
-
-    /// Leases a stream of this priority (a lower number is served first). Reuses an idle stream or
-    /// creates one.
-    ///
-    /// # Errors
-    /// [`MemoryError::Capacity`] when `cap` streams are leased, and driver errors.
-    pub fn lease_with_priority(&self, priority: i32) -> Result<Stream> {
-        self.lease_as(StreamOptions::default().priority(priority))
+        self.lease_kind(false)
     }
 
     /// Leases a stream that only its user may order with other streams. For collectives. See
@@ -206,23 +163,17 @@ impl StreamPool {
     /// # Errors
     /// As [`StreamPool::lease`].
     pub fn lease_isolated(&self) -> Result<Stream> {
-        self.lease_as(StreamOptions::default().isolated())
+        self.lease_kind(true)
     }
 
-    /// Leases a stream with these properties. Reuses an idle stream or creates one. An idle stream
-    /// that still captures a graph is not leased. If the pool has no other stream left, a new one
-    /// replaces it.
-    ///
-    /// # Errors
-    /// As [`StreamPool::lease`].
-    pub fn lease_as(&self, kind: StreamOptions) -> Result<Stream> {
+    fn lease_kind(&self, isolated: bool) -> Result<Stream> {
         let core = &self.core;
         let mut capturing = Vec::new();
         let reuse = loop {
             let (slot, timeline) = {
                 let mut slots = core.slots();
                 let fits = |&slot: &u32| {
-                    slots.slots[slot as usize].kind == kind && !capturing.contains(&slot)
+                    slots.slots[slot as usize].isolated == isolated && !capturing.contains(&slot)
                 };
                 match slots.idle.iter().position(fits) {
                     Some(at) => {
@@ -267,14 +218,14 @@ impl StreamPool {
                 }
             }
         };
-        let created = core.create_stream(kind);
+        let created = core.create_stream(isolated);
         let mut slots = core.slots();
         match (created, reuse) {
             (Ok(new_timeline), None) => {
                 slots.creating -= 1;
                 let slot = slots.slots.len() as u32;
                 let timeline = Arc::new(new_timeline(slot));
-                slots.slots.push(Slot { timeline, kind, generation: 0, lease: Weak::new() });
+                slots.slots.push(Slot { timeline, isolated, generation: 0, lease: Weak::new() });
                 Ok(core.lease_slot(&mut slots, slot))
             }
             (Ok(new_timeline), Some(slot)) => {
@@ -282,7 +233,7 @@ impl StreamPool {
                     &mut slots.slots[slot as usize].timeline,
                     Arc::new(new_timeline(slot)),
                 );
-                slots.slots[slot as usize].kind = kind;
+                slots.slots[slot as usize].isolated = isolated;
                 let stream = core.lease_slot(&mut slots, slot);
                 drop(slots);
                 // Destroys the stream, which is a driver call, unless a cache still references it.
@@ -452,14 +403,6 @@ impl StreamPool {
     pub fn driver(&self) -> &Arc<dyn Driver> {
         &self.core.driver
     }
-
-    /// Returns the range of distinct priorities on this device, highest first.
-    ///
-    /// # Errors
-    /// Driver errors.
-    pub fn priorities(&self) -> Result<RangeInclusive<i32>> {
-        self.core.driver.stream_priorities(self.core.device).map_err(|e| self.core.driver_error(e))
-    }
 }
 
 impl ReturnSlot for PoolCore {
@@ -488,14 +431,11 @@ impl PoolCore {
     }
 
     /// Creates a stream in the driver. Its number is assigned later, under the lock.
-    fn create_stream(&self, kind: StreamOptions) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
+    fn create_stream(&self, isolated: bool) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
         // Retry releases that the driver refused before. What is refused again stays for the next
         // sweep.
         let _ = leftovers::sweep(&self.driver);
-        let raw = self
-            .driver
-            .stream_create(self.device, kind.priority)
-            .map_err(|e| self.driver_error(e))?;
+        let raw = self.driver.stream_create(self.device, 0).map_err(|e| self.driver_error(e))?;
         let id = match id_of(&*self.driver, raw) {
             Ok(id) => id,
             Err(error) => {
@@ -504,9 +444,7 @@ impl PoolCore {
             }
         };
         let driver = self.driver.clone();
-        Ok(move |number| {
-            Timeline::new(driver, raw, number, id, StreamLifetime::Owned, kind.isolated)
-        })
+        Ok(move |number| Timeline::new(driver, raw, number, id, StreamLifetime::Owned, isolated))
     }
 
     #[expect(unsafe_code, reason = "ends a handle")]

@@ -7,7 +7,7 @@ use crate::support::{MIB, Rig, assert_returned, plain};
 use aquifer_core::{Action, Recorder, event::RingSink};
 use aquifer_device::{Adoption, Request};
 use aquifer_driver::{Call, DeviceId, RawStream, sim::Sim};
-use aquifer_stream::{Stream, StreamLifetime, StreamOptions};
+use aquifer_stream::{Stream, StreamLifetime};
 use std::{sync::Arc, thread, time::Duration};
 
 fn adopt(rig: &Rig, life: StreamLifetime) -> (Stream, RawStream) {
@@ -154,8 +154,8 @@ fn ten_thousand_leases_of_changing_kinds_leave_no_more_than_a_few() {
     let rig = Rig::on(Sim::h200(1).symbolic(), 4096, |config| config.streams = 2);
     ten_thousand(&rig, |nth| {
         // At the cap, so that a stream of another kind is evicted.
-        let kind = StreamOptions::default().priority(-(nth as i32 % 3));
-        let s = rig.pool.streams().lease_as(kind).unwrap();
+        let streams = rig.pool.streams();
+        let s = if nth % 2 == 0 { streams.lease() } else { streams.lease_isolated() }.unwrap();
         let blocks = [rig.take(&s, 3), rig.take(&s, 1)];
         blocks.iter().for_each(|block| rig.write(&s, block));
     });

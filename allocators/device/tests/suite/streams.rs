@@ -16,7 +16,7 @@ use aquifer_driver::{
     Access, Call, Operand, OperandMut, RawStream,
     sim::{Sim, ViolationKind},
 };
-use aquifer_stream::{Launch, Stream, StreamLifetime, StreamOptions};
+use aquifer_stream::{Launch, Stream, StreamLifetime, StreamPool};
 use std::{sync::mpsc, thread, time::Duration};
 
 const BIG: u64 = 6 * MIB;
@@ -47,12 +47,15 @@ impl Ranks {
     }
 }
 
+fn lease(streams: &StreamPool, isolated: bool) -> Stream {
+    if isolated { streams.lease_isolated() } else { streams.lease() }.unwrap()
+}
+
 /// Two ranks queue two collectives in opposite orders on a stream each, which is correct. The
 /// second requests memory that the first has held.
-fn two_collectives(kind: StreamOptions) -> (usize, [Result<Block, MemoryError>; 2]) {
+fn two_collectives(isolated: bool) -> (usize, [Result<Block, MemoryError>; 2]) {
     let ranks = Ranks::new();
-    let streams =
-        [0, 1].map(|rank| [1, 2].map(|_| ranks.pools[rank].streams().lease_as(kind).unwrap()));
+    let streams = [0, 1].map(|rank| [1, 2].map(|_| lease(ranks.pools[rank].streams(), isolated)));
     let blocks = [0, 1].map(|rank| {
         let (pool, first, second) = (&ranks.pools[rank], rank, 1 - rank);
         let own = pool.alloc(&streams[rank][first], Request::bytes(BIG)).unwrap();
@@ -79,7 +82,7 @@ fn two_collectives(kind: StreamOptions) -> (usize, [Result<Block, MemoryError>; 
 
 #[test]
 fn collectives_on_isolated_streams_never_wait_for_each_other_through_memory() {
-    let (stuck, blocks) = two_collectives(StreamOptions::default().isolated());
+    let (stuck, blocks) = two_collectives(true);
     assert_eq!(stuck, 0);
     for refused in blocks {
         assert!(matches!(refused, Err(MemoryError::OutOfMemory(_))), "the memory is in use");
@@ -88,7 +91,7 @@ fn collectives_on_isolated_streams_never_wait_for_each_other_through_memory() {
 
 #[test]
 fn on_ordinary_streams_the_same_collectives_deadlock() {
-    let (stuck, blocks) = two_collectives(StreamOptions::default());
+    let (stuck, blocks) = two_collectives(false);
     assert!(stuck > 0);
     assert!(blocks.iter().all(Result::is_ok), "each was given memory behind the other");
 }
@@ -97,15 +100,7 @@ fn on_ordinary_streams_the_same_collectives_deadlock() {
 fn an_isolated_stream_neither_waits_for_uses_of_its_blocks_nor_delays_others() {
     for (home, user) in [(true, false), (false, true)] {
         let rig = Rig::on(Sim::h200(1).stepped(), 8, |config| config.wait = Duration::ZERO);
-        let lease = |isolated: bool| {
-            let kind = if isolated {
-                StreamOptions::default().isolated()
-            } else {
-                StreamOptions::default()
-            };
-            rig.pool.streams().lease_as(kind).unwrap()
-        };
-        let (s, u) = (lease(home), lease(user));
+        let (s, u) = (lease(rig.pool.streams(), home), lease(rig.pool.streams(), user));
         let block = rig.alloc(&s, BIG);
         let used = block.prepare(&u, Access::Read).unwrap();
         rig.sim.access(u.raw(), range(&block), Access::Read, None).unwrap();

@@ -44,11 +44,6 @@ pub enum StageError {
     Workers(WorkerError),
     /// The transfer was cancelled.
     Cancelled,
-    /// The maximum number of transfers is in flight.
-    Full {
-        /// That number: [`StagerConfig::depth`](super::StagerConfig::depth).
-        depth: usize,
-    },
     /// A worker left the transfer early, because of a bug in the stager.
     WorkerLost,
     /// The result has already been taken.
@@ -81,9 +76,6 @@ impl fmt::Display for StageError {
             }
             Self::Workers(error) => error.fmt(f),
             Self::Cancelled => f.write_str("the transfer was cancelled"),
-            Self::Full { depth } => {
-                write!(f, "all {depth} transfer permits are in use; wait for one")
-            }
             Self::WorkerLost => f.write_str("a worker left the transfer in the middle"),
             Self::Taken => f.write_str("the result of the transfer has been taken already"),
         }

@@ -13,7 +13,7 @@ pub(super) struct Parts {
     pub(super) parts: SmallVec<[Part; 2]>,
     pub(super) total: u64,
     pub(super) range: Option<DeviceRange>,
-    /// The machine of the ranges, if the operands report one.
+    /// The machine of the range, if the operand reports one.
     pub(super) machine: Option<u64>,
 }
 
@@ -26,73 +26,53 @@ pub(super) fn device_location<D: Operand + ?Sized>(operand: &D) -> DeviceLocatio
 }
 
 impl Parts {
-    pub(super) fn new(direction: Direction) -> Self {
-        Self { direction, parts: SmallVec::new(), total: 0, range: None, machine: None }
-    }
-
-    /// Adds slices that are contiguous in `location`.
-    pub(super) fn slices<T>(
-        &mut self,
+    /// Collects slices that are contiguous in `location`.
+    pub(super) fn of_slices<T>(
+        direction: Direction,
         slices: impl IntoIterator<Item = NonNull<[T]>>,
         location: DeviceLocation,
-    ) -> MemoryResult<()> {
+    ) -> MemoryResult<Self> {
         let sides = slices.into_iter().map(|slice| {
             let bytes = slice.len() as u64 * size_of::<T>() as u64;
             (HostEnd::Memory(slice.cast()), bytes)
         });
-        self.add(sides, location)
+        Self::new(direction, sides, location)
     }
 
-    /// Adds ranges of the source or sink that are contiguous in `location`.
-    pub(super) fn ranges(
-        &mut self,
+    /// Collects ranges of the source or sink that are contiguous in `location`.
+    pub(super) fn of_ranges(
+        direction: Direction,
         ranges: impl IntoIterator<Item = Range<u64>>,
         location: DeviceLocation,
-    ) -> MemoryResult<()> {
+    ) -> MemoryResult<Self> {
         let sides = ranges
             .into_iter()
             .map(|from| (HostEnd::File(from.start), from.end.saturating_sub(from.start)));
-        self.add(sides, location)
+        Self::new(direction, sides, location)
     }
 
-    fn add(
-        &mut self,
+    fn new(
+        direction: Direction,
         sides: impl Iterator<Item = (HostEnd, u64)>,
         (range, machine): DeviceLocation,
-    ) -> MemoryResult<()> {
-        let mut device = range.address;
-        let mut host_bytes = 0u64;
+    ) -> MemoryResult<Self> {
+        let mut parts = SmallVec::new();
+        let (mut device, mut host_bytes) = (range.address, 0u64);
         for (host, bytes) in sides {
             host_bytes = host_bytes.saturating_add(bytes);
             if host_bytes > range.bytes {
                 continue;
             }
-            self.parts.push(Part { host, device, bytes });
+            parts.push(Part { host, device, bytes });
             device += bytes;
         }
         if host_bytes != range.bytes {
-            let (from, to) = match self.direction {
+            let (from, to) = match direction {
                 Direction::Upload => (host_bytes, range.bytes),
                 Direction::Download => (range.bytes, host_bytes),
             };
             return Err(MemoryError::LengthMismatch { from, to });
         }
-        self.total += range.bytes;
-        // A range on another device is an error. Otherwise every range matches the last one.
-        match self.range {
-            Some(other) if other.device != range.device => {
-                Err(MemoryError::WrongDevice { expected: other.device, actual: range.device })
-            }
-            _ => match (self.machine, machine) {
-                (Some(expected), Some(actual)) if expected != actual => {
-                    Err(MemoryError::OtherMachine { expected, actual })
-                }
-                _ => {
-                    self.machine = self.machine.or(machine);
-                    self.range = Some(range);
-                    Ok(())
-                }
-            },
-        }
+        Ok(Self { direction, parts, total: range.bytes, range: Some(range), machine })
     }
 }

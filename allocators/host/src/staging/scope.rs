@@ -33,46 +33,33 @@ type Result<T, E = StageError> = std::result::Result<T, E>;
 /// and cloned with [`Clone`] at any time.
 #[derive(Clone)]
 pub struct Staged {
-    state: State,
-}
-
-#[derive(Clone)]
-enum State {
-    /// This many bytes were moved before the call returned.
-    Done(u64),
-    InFlight(Arc<Transfer>),
+    /// `None` if the bytes were moved before the call returned.
+    transfer: Option<Arc<Transfer>>,
+    bytes: u64,
 }
 
 impl Staged {
     pub(super) fn from_transfer(transfer: Arc<Transfer>) -> Self {
-        Self { state: State::InFlight(transfer) }
+        Self { transfer: Some(transfer), bytes: 0 }
     }
 
     /// Returns the progress of the transfer.
     #[must_use]
     pub fn progress(&self) -> Progress {
-        match &self.state {
-            State::Done(bytes) => Progress { done: *bytes, total: *bytes },
-            State::InFlight(transfer) => transfer.progress(),
-        }
+        let done = Progress { done: self.bytes, total: self.bytes };
+        self.transfer.as_ref().map_or(done, |transfer| transfer.progress())
     }
 
     /// Returns whether the transfer has finished, successfully or not. Never blocks.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        match &self.state {
-            State::Done(_) => true,
-            State::InFlight(transfer) => transfer.is_finished(),
-        }
+        self.transfer.as_ref().is_none_or(|transfer| transfer.is_finished())
     }
 
     /// Returns the outcome of the transfer, or `None` while it is in flight. Never blocks.
     #[must_use]
     pub fn try_wait(&self) -> Option<Result<()>> {
-        match &self.state {
-            State::Done(_) => Some(Ok(())),
-            State::InFlight(transfer) => transfer.outcome(),
-        }
+        self.transfer.as_ref().map_or(Some(Ok(())), |transfer| transfer.outcome())
     }
 
     /// Takes part in the transfer, and waits until it is finished. Blocks.
@@ -80,10 +67,7 @@ impl Staged {
     /// # Errors
     /// The error that ended the transfer early.
     pub fn wait(&self) -> Result<()> {
-        match &self.state {
-            State::Done(_) => Ok(()),
-            State::InFlight(transfer) => transfer.wait(),
-        }
+        self.transfer.as_ref().map_or(Ok(()), |transfer| transfer.wait())
     }
 
     /// Waits until the transfer is finished or `deadline` has passed.
@@ -93,12 +77,8 @@ impl Staged {
     /// # Errors
     /// The error that ended the transfer early.
     pub fn wait_until(&self, deadline: Instant) -> Option<Result<()>> {
-        match &self.state {
-            State::Done(_) => Some(Ok(())),
-            State::InFlight(transfer) => {
-                transfer.wait_until(deadline).then(|| transfer.outcome())?
-            }
-        }
+        let Some(transfer) = &self.transfer else { return Some(Ok(())) };
+        transfer.wait_until(deadline).then(|| transfer.outcome())?
     }
 
     /// Cancels the transfer: no further chunk is claimed. Never blocks.
@@ -106,7 +86,7 @@ impl Staged {
     /// The transfer ends with [`StageError::Cancelled`] when the workers have finished their
     /// current chunks, unless it completes first.
     pub fn cancel(&self) {
-        if let State::InFlight(transfer) = &self.state {
+        if let Some(transfer) = &self.transfer {
             transfer.cancel();
         }
     }
@@ -116,10 +96,8 @@ impl Future for Staged {
     type Output = Result<()>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
-        match &self.state {
-            State::Done(_) => Poll::Ready(Ok(())),
-            State::InFlight(transfer) => transfer.poll(context.waker()),
-        }
+        let Some(transfer) = &self.transfer else { return Poll::Ready(Ok(())) };
+        transfer.poll(context.waker())
     }
 }
 
@@ -298,8 +276,8 @@ impl<'env> StageScope<'_, 'env> {
         D: Typed<Item = T> + OperandMut,
     {
         let _site = site::enter();
-        let mut parts = Parts::new(Direction::Upload);
-        parts.slices(from.into_iter().map(NonNull::from), device_location(to))?;
+        let slices = from.into_iter().map(NonNull::from);
+        let parts = Parts::of_slices(Direction::Upload, slices, device_location(to))?;
         self.begin(parts, None, to.home_stream(), |on| {
             to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write)
         })
@@ -318,8 +296,8 @@ impl<'env> StageScope<'_, 'env> {
         to: impl IntoIterator<Item = &'env mut [T]>,
     ) -> Result<Staged> {
         let _site = site::enter();
-        let mut parts = Parts::new(Direction::Download);
-        parts.slices(to.into_iter().map(NonNull::from), device_location(from))?;
+        let slices = to.into_iter().map(NonNull::from);
+        let parts = Parts::of_slices(Direction::Download, slices, device_location(from))?;
         self.begin(parts, None, from.home_stream(), |on| {
             from.order(on.raw(), Some(on.keep_alive()), Access::Read)
         })
@@ -359,8 +337,7 @@ impl<'env> StageScope<'_, 'env> {
         D::Item: Pod,
     {
         let _site = site::enter();
-        let mut parts = Parts::new(Direction::Upload);
-        parts.ranges(from, device_location(to))?;
+        let parts = Parts::of_ranges(Direction::Upload, from, device_location(to))?;
         self.begin(parts, Some(from_source(source)), to.home_stream(), |on| {
             to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write)
         })
@@ -377,12 +354,8 @@ impl<'env> StageScope<'_, 'env> {
         D::Item: Pod,
     {
         let _site = site::enter();
-        let mut parts = Parts::new(Direction::Download);
-        let range = from.range();
-        parts.ranges(
-            iter::once(offset..offset.saturating_add(range.bytes)),
-            device_location(from),
-        )?;
+        let range = iter::once(offset..offset.saturating_add(from.range().bytes));
+        let parts = Parts::of_ranges(Direction::Download, range, device_location(from))?;
         self.begin(parts, Some(to_sink(sink)), from.home_stream(), |on| {
             from.order(on.raw(), Some(on.keep_alive()), Access::Read)
         })
@@ -407,7 +380,7 @@ impl<'env> StageScope<'_, 'env> {
         {
             // SAFETY: 1. everything that the parts name is borrowed while this runs.
             unsafe { shared.copy_inline(&parts, owner, order) }?;
-            return Ok(Staged { state: State::Done(bytes) });
+            return Ok(Staged { transfer: None, bytes });
         }
         let permit = self.stager.permit();
         // SAFETY: 1. everything that the parts name, and the source or sink, is borrowed for longer

@@ -8,12 +8,14 @@ use super::{
     Failed, Progress, Sink, Source, StageError, Staged, Stager,
     parts::{Parts, device_location},
     permit::Permit,
-    plan::Direction,
+    plan::{Direction, Endpoint},
     scope::{from_source, to_sink},
     transfer::{KeepAlive, Transfer},
 };
 use allocator_api2::{alloc::Allocator, boxed::Box as AllocBox, vec::Vec as AllocVec};
-use aquifer_driver::{Access, OperandMut, Typed, site};
+use aquifer_core::Result as MemoryResult;
+use aquifer_driver::{Access, OperandMut, RawStream, Typed, site};
+use aquifer_stream::Timeline;
 use bytemuck::Pod;
 use std::{
     fmt,
@@ -230,20 +232,13 @@ impl Permit {
         D: Typed<Item = H::Item> + OperandMut + Send + 'static,
     {
         let _site = site::enter();
-        let mut parts = Parts::new(Direction::Upload);
-        let made = parts
-            .slices([from.elements()], device_location(&to))
-            .map_err(Into::into)
-            .and_then(|()| {
-                let shared = self.shared.clone();
-                // SAFETY: 1. both sides are moved to the stored operands, which the transfer keeps
-                // untouched until it is finished.
-                unsafe {
-                    shared.transfer(parts, None, self, to.home_stream(), |on| {
-                        to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write)
-                    })
-                }
-            });
+        let parts = Parts::of_slices(Direction::Upload, [from.elements()], device_location(&to));
+        let owner = to.home_stream();
+        let order =
+            |on: &Arc<Timeline>| to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write);
+        // SAFETY: 1. both sides are moved to the stored operands, which the transfer keeps
+        // untouched until it is finished.
+        let made = unsafe { self.transfer(parts, None, owner, order) };
         start(made, (from, to), |operands| operands)
     }
 
@@ -261,20 +256,11 @@ impl Permit {
         D: Typed<Item = H::Item> + Send + 'static,
     {
         let _site = site::enter();
-        let mut parts = Parts::new(Direction::Download);
-        let made = parts
-            .slices([to.elements()], device_location(&from))
-            .map_err(Into::into)
-            .and_then(|()| {
-                let shared = self.shared.clone();
-                // SAFETY: 1. both sides are moved to the stored operands, which the transfer keeps
-                // untouched until it is finished.
-                unsafe {
-                    shared.transfer(parts, None, self, from.home_stream(), |on| {
-                        from.order(on.raw(), Some(on.keep_alive()), Access::Read)
-                    })
-                }
-            });
+        let parts = Parts::of_slices(Direction::Download, [to.elements()], device_location(&from));
+        let order = |on: &Arc<Timeline>| from.order(on.raw(), Some(on.keep_alive()), Access::Read);
+        // SAFETY: 1. both sides are moved to the stored operands, which the transfer keeps
+        // untouched until it is finished.
+        let made = unsafe { self.transfer(parts, None, from.home_stream(), order) };
         start(made, (from, to), |operands| operands)
     }
 
@@ -292,18 +278,14 @@ impl Permit {
         D::Item: Pod,
     {
         let _site = site::enter();
-        let from = iter::once(offset..offset.saturating_add(to.range().bytes));
-        let mut parts = Parts::new(Direction::Upload);
-        let made = parts.ranges(from, device_location(&to)).map_err(Into::into).and_then(|()| {
-            let (shared, from) = (self.shared.clone(), Some(from_source(&*source)));
-            // SAFETY: 1. the operand and the source are moved to the stored operands, which the
-            // transfer keeps untouched until it is finished.
-            unsafe {
-                shared.transfer(parts, from, self, to.home_stream(), |on| {
-                    to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write)
-                })
-            }
-        });
+        let range = iter::once(offset..offset.saturating_add(to.range().bytes));
+        let parts = Parts::of_ranges(Direction::Upload, range, device_location(&to));
+        let (from, owner) = (Some(from_source(&*source)), to.home_stream());
+        let order =
+            |on: &Arc<Timeline>| to.order_mut(on.raw(), Some(on.keep_alive()), Access::Write);
+        // SAFETY: 1. the operand and the source are moved to the stored operands, which the
+        // transfer keeps untouched until it is finished.
+        let made = unsafe { self.transfer(parts, from, owner, order) };
         start(made, to, |operands| Arc::new((operands, source)))
     }
 
@@ -321,19 +303,30 @@ impl Permit {
         D::Item: Pod,
     {
         let _site = site::enter();
-        let (mut parts, range) = (Parts::new(Direction::Download), from.range());
-        let to = iter::once(offset..offset.saturating_add(range.bytes));
-        let made = parts.ranges(to, device_location(&from)).map_err(Into::into).and_then(|()| {
-            let (shared, to) = (self.shared.clone(), Some(to_sink(&*sink)));
-            // SAFETY: 1. the operand and the sink are moved to the stored operands, which the
-            // transfer keeps untouched until it is finished.
-            unsafe {
-                shared.transfer(parts, to, self, from.home_stream(), |on| {
-                    from.order(on.raw(), Some(on.keep_alive()), Access::Read)
-                })
-            }
-        });
+        let range = iter::once(offset..offset.saturating_add(from.range().bytes));
+        let parts = Parts::of_ranges(Direction::Download, range, device_location(&from));
+        let order = |on: &Arc<Timeline>| from.order(on.raw(), Some(on.keep_alive()), Access::Read);
+        // SAFETY: 1. the operand and the sink are moved to the stored operands, which the transfer
+        // keeps untouched until it is finished.
+        let made =
+            unsafe { self.transfer(parts, Some(to_sink(&*sink)), from.home_stream(), order) };
         start(made, from, |operands| Arc::new((operands, sink)))
+    }
+
+    /// Creates a transfer that owns its operands, but does not begin it.
+    ///
+    /// # Safety
+    /// As [`StagerCore::transfer`](super::StagerCore).
+    unsafe fn transfer(
+        self,
+        parts: MemoryResult<Parts>,
+        endpoint: Option<Endpoint>,
+        owner: Option<RawStream>,
+        order: impl FnOnce(&Arc<Timeline>) -> MemoryResult<()>,
+    ) -> Result<Arc<Transfer>, StageError> {
+        let shared = self.shared.clone();
+        // SAFETY: 1. the caller's condition.
+        unsafe { shared.transfer(parts?, endpoint, self, owner, order) }
     }
 }
 

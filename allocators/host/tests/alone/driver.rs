@@ -225,28 +225,6 @@ fn a_strict_region_is_verified_before_and_after_the_driver_call() {
 }
 
 #[test]
-fn a_failed_system_call_leaves_no_registration_and_no_charge() {
-    let _alone = alone();
-    for call in SystemCall::ALL {
-        for nth in 1..4 {
-            let sim = Sim::h200(1);
-            let (host, faults) = support::faulty_host();
-            let host = host.with_driver(sim.driver(), GPU);
-            let budget = budget();
-            faults.fail(call, nth, nix::libc::ENOMEM);
-            let region = Region::new(&host, &budget, &request());
-            if let Ok(region) = &region {
-                assert!(region.is_pinned());
-            }
-            drop(region);
-            faults.clear();
-            eventually(|| budget.used() == 0);
-            assert!(sim.outstanding().is_empty(), "{call:?} {nth}: {}", sim.outstanding());
-        }
-    }
-}
-
-#[test]
 fn a_region_whose_unregistration_fails_stays_mapped_and_charged() {
     let _alone = alone();
     let (sim, host) = machine();
@@ -423,28 +401,6 @@ fn a_flight_that_is_dropped_keeps_its_bytes_until_it_has_landed() {
 }
 
 #[test]
-fn a_pinned_buffer_flies_and_comes_back() {
-    let _alone = alone();
-    let (sim, host) = machine();
-    let (_streams, stream) = stream(&sim);
-    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
-    let mut target = OnDevice::new(sim.driver(), 4096);
-    let from = PinnedBuf::copy_in(&pool, &[7u8; 4096]).unwrap();
-    assert!(from.is_pinned());
-    let from = stream.upload(from, &mut target).unwrap().wait().unwrap();
-    let into = pool.buffer::<u8>(4096).unwrap();
-    let into = stream.download(&target, into).unwrap().wait().unwrap();
-    assert_eq!(into[..], from[..]);
-    drop((from, into, pool));
-    drop(target);
-    assert_eq!(sim.violations(), []);
-    eventually(|| {
-        pool::sweep();
-        sim.outstanding().registrations == 0
-    });
-}
-
-#[test]
 fn a_pool_closed_under_a_copy_keeps_the_region_until_the_copy_is_done() {
     let _alone = alone();
     let (sim, host) = machine();
@@ -579,36 +535,4 @@ fn an_alignment_beyond_pages_is_kept_in_the_drivers_own_memory_too() {
         assert!(allocator.owns(block));
     }
     assert!(pool.stats().regions <= 4 && pool.is_consistent());
-}
-
-#[test]
-fn growth_that_fails_in_the_driver_changes_nothing_and_the_next_one_works() {
-    let _alone = alone();
-    for (call, nth) in [
-        (Call::HostRegister, 1),
-        (Call::HostAlloc, 1),
-        (Call::HostUnregister, 1),
-        (Call::HostFree, 1),
-    ] {
-        for pinning in [Pinning::Required, Pinning::Preferred] {
-            let (sim, host) = machine();
-            let budget = budget();
-            let mut config = config();
-            config.pinning = pinning;
-            let pool = PinnedPool::new(&host, &budget, config).unwrap();
-            sim.fail_every(Call::HostRegister, 1, OUT_OF_MEMORY);
-            sim.fail(call, nth, OUT_OF_MEMORY);
-            let first = pool.buffer::<u8>(MIB);
-            assert!(pool.is_consistent());
-            if let Ok(first) = &first {
-                assert_eq!(first.is_pinned(), pool.stats().pinned > 0);
-            }
-            drop(first);
-            sim.clear_failures();
-            let second = pool.buffer::<u8>(3 * MIB).unwrap();
-            drop((second, pool));
-            eventually(|| budget.used() == 0);
-            assert!(sim.outstanding().is_empty(), "{call:?}: {}", sim.outstanding());
-        }
-    }
 }

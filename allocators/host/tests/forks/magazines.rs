@@ -4,7 +4,7 @@
 #![expect(unsafe_code, reason = "calls the allocator trait and looks into blocks")]
 
 use crate::support::{self, Latch, MIB};
-use allocator_api2::{alloc::Allocator, vec::Vec as AllocVec};
+use allocator_api2::alloc::Allocator;
 use aquifer_adapters::conformance::Suite;
 use aquifer_core::{Budget, DeferReuse, MemoryError};
 use aquifer_host::{Grow, PinnedAllocator, PinnedConfig, PinnedPool, kernel::SystemCall, pool};
@@ -125,17 +125,6 @@ fn the_allocator_contract_holds_with_and_without_magazines() {
 }
 
 #[test]
-fn a_pool_may_disable_magazines_and_a_recorded_pool_does() {
-    let mut without = config();
-    without.magazines = false;
-    let (pool, _budget) = pool_of(without, 64 * MIB);
-    let at = take(&pool.allocator(), 64).unwrap();
-    give(&pool.allocator(), at, 64);
-    assert_eq!((pool.stats().in_magazines, pool.stats().memory.frees), (0, 1));
-    assert!(pool.is_consistent());
-}
-
-#[test]
 fn rounding_wastes_at_most_three_parts_in_a_hundred_over_random_sizes() {
     let (pool, _budget) = pool_of(config(), 512 * MIB);
     let allocator = pool.allocator();
@@ -189,25 +178,6 @@ fn a_trim_and_a_growth_reclaim_magazines_of_idle_threads() {
         done.wait();
     });
     assert!(pool.is_consistent());
-}
-
-#[test]
-fn an_ended_thread_leaves_its_magazines_to_the_pool() {
-    let (pool, budget) = small_pool();
-    let allocator = pool.allocator();
-    thread::spawn(move || {
-        for size in [64, 4096, 100_000] {
-            let at = take(&allocator, size).unwrap();
-            give(&allocator, at, size);
-        }
-    })
-    .join()
-    .unwrap();
-    let stats = pool.stats().memory;
-    assert_eq!((stats.cached, stats.allocations, stats.frees), (stats.physical, 3, 3));
-    assert!(pool.is_consistent());
-    assert_eq!(pool.trim(0).unwrap(), stats.physical);
-    assert_eq!(budget.used(), 0);
 }
 
 #[test]
@@ -396,32 +366,6 @@ fn destructors_of_thread_locals_may_allocate_and_free() {
 }
 
 #[test]
-fn a_second_free_is_refused_wherever_the_block_is() {
-    let (pool, _budget) = small_pool();
-    let allocator = pool.allocator();
-    for size in [64, 100_000] {
-        let before = pool.stats().refused_frees;
-        let at = take(&allocator, size).unwrap();
-        give(&allocator, at, size);
-        // Into this thread's magazine, by this thread and by another one.
-        give(&allocator, at, size);
-        thread::scope(|scope| scope.spawn(|| give(&allocator, at, size)).join()).unwrap();
-        // An address inside a block, and a size longer than the block.
-        let live = take(&allocator, size).unwrap();
-        // SAFETY: 1. inside the block.
-        give(&allocator, At(unsafe { live.0.add(16) }), 16);
-        give(&allocator, live, 1 << 20);
-        give(&allocator, live, size);
-        pool.trim(MIB).unwrap();
-        // The block is back in the pool's own state.
-        give(&allocator, at, size);
-        assert_eq!(pool.stats().refused_frees - before, 5);
-        assert!(pool.is_consistent());
-    }
-    assert_eq!(pool.stats().memory.blocks, 0);
-}
-
-#[test]
 fn a_block_of_another_pool_is_refused_by_its_address() {
     let ((one, _a), (other, _b)) = (small_pool(), small_pool());
     let at = take(&one.allocator(), 64).unwrap();
@@ -460,34 +404,6 @@ fn a_small_block_with_a_gate_bypasses_the_magazine_and_keeps_its_bytes() {
     }
     assert_eq!(pool.stats().memory.pending, 0);
     assert!(pool.is_consistent());
-}
-
-#[test]
-fn a_vector_that_grows_under_a_copy_keeps_the_old_bytes_in_place() {
-    let (pool, _budget) = small_pool();
-    for size in [500, 60_000, 300_000] {
-        let mut vec = AllocVec::new_in(pool.allocator());
-        vec.resize(size, 0x5a_u8);
-        let (gate, old) = (Latch::shut(), NonNull::from(&mut vec[0]));
-        pool.allocator().defer(old, gate.clone()).unwrap();
-        let neighbour = take(&pool.allocator(), size).unwrap();
-        vec.reserve_exact(MIB);
-        vec.resize(size + MIB, 1);
-        let moved = NonNull::from(&mut vec[0]) != old;
-        assert!(moved, "there was a block right above it");
-        give(&pool.allocator(), neighbour, size);
-        drop(vec);
-        let others: Vec<_> = (0..8).map(|_| take(&pool.allocator(), size).unwrap()).collect();
-        for at in &others {
-            // SAFETY: 1. alive, of that size.
-            unsafe { at.0.write_bytes(0xff, size) };
-        }
-        // SAFETY: 1. pending, so still mapped and unwritten as promised.
-        assert!((0..size).all(|n| unsafe { old.add(n).read() } == 0x5a), "{size}");
-        others.into_iter().for_each(|at| give(&pool.allocator(), at, size));
-        gate.open();
-        assert!(pool.is_consistent());
-    }
 }
 
 #[test]

@@ -9,9 +9,7 @@ use aquifer_core::{
     Action, Budget, DeferReuse, MemoryError, Recorder,
     event::{Event, EventSink, MemoryLocation, RingSink},
 };
-use aquifer_host::{
-    PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, pool, region, topology::NodeId,
-};
+use aquifer_host::{PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, topology::NodeId};
 use hashbrown::HashMap;
 use std::{
     alloc::Layout,
@@ -234,24 +232,6 @@ fn a_shrinking_block_with_a_gate_keeps_its_tail() {
     assert!(block.resize(&allocator, bytes(MIB)));
     assert!(Block::new(&allocator, bytes(MIB), 6).is_none(), "the tail went to somebody else");
     block.free(&allocator);
-}
-
-#[test]
-fn a_pool_closed_during_copies_is_released_when_they_are_done() {
-    let (pool, budget) = small_pool(8 * MIB);
-    let allocator = pool.allocator();
-    let gate = Latch::shut();
-    let block = Block::new(&allocator, bytes(MIB), 9).unwrap();
-    let at = block.at;
-    allocator.defer(at, gate.clone()).unwrap();
-    block.free(&allocator);
-    drop(pool);
-    pool::sweep();
-    assert_eq!(budget.used(), 4 * MIB as u64, "the region stays while its bytes may be read");
-    // SAFETY: 1. pending, so still mapped as promised.
-    assert_eq!(unsafe { at.add(MIB - 1).read() }, 9);
-    gate.open();
-    support::sweep_out(&budget);
 }
 
 #[test]
@@ -554,32 +534,6 @@ fn impossible_settings_are_reported() {
         "an unknown node is refused"
     );
     assert_eq!(pool.stats().memory.physical, 0);
-}
-
-#[test]
-fn a_growth_that_fails_at_any_system_call_changes_nothing() {
-    use aquifer_host::kernel::SystemCall;
-    for call in SystemCall::ALL {
-        for nth in 1..4 {
-            let (host, faults) = support::faulty_host();
-            let budget = Budget::new("pinned", 16 * MIB as u64);
-            let pool = PinnedPool::new(&host, &budget, config()).unwrap();
-            faults.fail(call, nth, nix::libc::ENOMEM);
-            let block = Block::new(&pool.allocator(), bytes(5 * MIB), 1);
-            assert!(pool.is_consistent());
-            let stats = pool.stats();
-            assert!(budget.used() >= stats.memory.physical, "{call:?} {nth}");
-            faults.clear();
-            if let Some(block) = block {
-                block.free(&pool.allocator());
-            }
-            pool.trim(0).unwrap();
-            region::retry_stranded();
-            Block::new(&pool.allocator(), bytes(5 * MIB), 2).unwrap().free(&pool.allocator());
-            drop(pool);
-            support::retry_out(&budget);
-        }
-    }
 }
 
 #[test]
