@@ -56,8 +56,6 @@ async function checkHolders(checks, page, run, what) {
     checks.equal(rows.map((row) => row[3]), expected.map((holder) => holder.blocks), `${what}: blocks by ${by}`);
     const named = expected.slice(0, MOST_NAMED);
     checks.equal(rows.slice(0, named.length).map((row) => row[0]), named.map((holder) => shownName(by, nameOf(holder))), `${what}: names by ${by}`);
-    const cells = await page.$$eval("#treemap > div", (all) => all.length);
-    checks.holds(cells === Math.min(rows.filter((row) => row[1] > 0).length, 60), `${what}: ${cells} cells in the treemap by ${by}`);
   }
 }
 

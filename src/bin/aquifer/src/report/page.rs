@@ -15,7 +15,7 @@
 //! | `bands.js` | merged blocks: the cells of a page, their pixels, a cell at a place |
 //! | `gestures.js`, `keys.js`, `glyphs.js` | wheel, fingers and clicks; the keyboard; shapes of markers |
 //! | `curves.js`, `map.js`, `block.js` | bytes over time; addresses over time; the selected block |
-//! | `instant.js`, `treemap.js` | what lives at an instant |
+//! | `instant.js` | what lives at an instant |
 //! | `summary.js`, `comparison.js`, `markers.js` | the head, where the memory was; two runs; failures and events |
 //! | `main.js` | begins, and says what goes wrong |
 
@@ -53,7 +53,6 @@ const SCRIPT: &str = concat!(
     include_str!("page/script/curves.js"),
     include_str!("page/script/map.js"),
     include_str!("page/script/block.js"),
-    include_str!("page/script/treemap.js"),
     include_str!("page/script/instant.js"),
     include_str!("page/script/summary.js"),
     include_str!("page/script/comparison.js"),

@@ -1,4 +1,4 @@
-// What lives at an instant: a table and a treemap by the chosen grouping, and the largest blocks.
+// What lives at an instant: a table by the chosen grouping, and the largest blocks.
 
 const MOST_ROWS = 50;
 
@@ -60,7 +60,6 @@ function showInstant() {
     + `${peak ? ` (${when})` : ""}.`;
   Object.assign(words.dataset, { live, pending, blocks, t });
   for (const row of rows) row.share = row.bytes / Math.max(live, 1);
-  showTreemap(byId("treemap"), rows, live);
   const nameCell = (row) => make("span", { title: row.stack === null ? null : stackTitle(run, row.stack) }, swatch(row.colour), row.name);
   fill(byId("instant-table"), sortableTable({
     label: `What lives, by ${label}`,
@@ -109,7 +108,7 @@ function startInstant() {
   byId("instant-cursor").addEventListener("click", instantToCursor);
   byId("follow").addEventListener("click", toggleFollow);
   showInstant();
-  on("instant by run resize", showInstant);
+  on("instant by run", showInstant);
 }
 
 function instantToCursor() {
