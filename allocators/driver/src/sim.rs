@@ -37,7 +37,6 @@
 //! | a query that returns "done" | the queried work | the host |
 //! | legacy rule | blocking streams and the device's legacy stream | each other, both ways, not blocking streams among themselves |
 //! | copy to pageable memory | the copy, and the work before it | the host |
-//! | callback | the work before it in its stream | the host that has [seen it run](CallbackToken::has_run) |
 //! | [`wait_value`](Sim::wait_value) | the first queued write that satisfies it, and the work before that write | work queued after the wait |
 //! | graph launch | work queued on its stream, and earlier launches of the same executable on any stream | its nodes, and through all of them the work queued on the stream afterwards |
 //! | graph | a node, as it was captured | the nodes after it in its stream or by an event |
@@ -133,13 +132,11 @@
 mod access_history;
 mod address_space;
 mod agents;
-mod callback;
 mod capture;
 mod clock;
 mod codes;
 mod config;
 mod control;
-mod cost;
 mod device_code;
 mod driver_pool;
 mod family;
@@ -163,10 +160,8 @@ mod violation;
 mod work;
 
 pub use agents::Agent;
-pub use callback::{Callback, CallbackToken};
 pub use config::{DeviceConfig, Mode, Schedule, SimConfig};
 pub use control::StallGuard;
-pub use cost::Costs;
 pub use kernel::{KernelMemory, SimKernel};
 pub use outstanding::Outstanding;
 pub use reporting::{BadOnViolation, OnViolation};

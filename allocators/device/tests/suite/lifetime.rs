@@ -5,7 +5,7 @@ use aquifer_core::{Budget, DeviceId, MemoryError, OpaqueBlock, PoolStats};
 use aquifer_device::{DeviceBuffer, Direct, Request, Resource, StreamOrdered};
 use aquifer_driver::{
     Access, Call,
-    sim::{Callback, Sim, ViolationKind},
+    sim::{Sim, SimKernel, ViolationKind},
 };
 use aquifer_stream::StreamPool;
 use std::{collections::HashSet, sync::Arc, thread};
@@ -66,13 +66,10 @@ fn without_recorded_uses_the_same_program_is_corrupted_and_reported() {
     u.wait_for(&s).unwrap();
     // A copy on `u` that the pool does not know about.
     let (from, to) = (range(a.block()), range(b.block()));
-    let copy = aquifer_driver::sim::SimKernel::new("untold")
-        .reads(from, None)
-        .writes(to, None)
-        .run(|memory| {
-            let bytes = memory.read(0).to_vec();
-            memory.write(1).copy_from_slice(&bytes);
-        });
+    let copy = SimKernel::new("untold").reads(from, None).writes(to, None).run(|memory| {
+        let bytes = memory.read(0).to_vec();
+        memory.write(1).copy_from_slice(&bytes);
+    });
     rig.sim.launch(u.raw(), copy).unwrap();
     drop(a);
     let mut c = rig.bytes(&s, MIB);
@@ -359,7 +356,7 @@ fn a_value_kept_until_a_free_may_panic_when_dropped() {
 }
 
 #[test]
-fn a_pool_closed_within_a_host_callback_is_released_later() {
+fn a_pool_closed_within_a_kernel_is_released_later() {
     for pending in [false, true] {
         let Rig { sim, pool, budget } = Rig::new(64);
         let (s, other) = (pool.stream().unwrap(), pool.stream().unwrap());
@@ -369,16 +366,15 @@ fn a_pool_closed_within_a_host_callback_is_released_later() {
         }
         drop(block);
         let stream = other.raw();
-        // Within a callback every driver call is refused, including those that wait for work.
+        // Within a kernel every driver call is refused, including those that wait for work.
         let mut held = Some((pool, s, other));
-        let close = Callback::new("close", move || drop(held.take()));
-        let ran = sim.host_callback(stream, close).unwrap();
+        let close = SimKernel::new("close").run(move |_| drop(held.take()));
+        sim.launch(stream, close).unwrap();
         sim.run_all();
-        assert!(ran.has_run() && budget.used() > 0, "it could not be ended there");
+        assert!(budget.used() > 0, "it could not be ended there");
         // The next pool completes the release.
         drop(Rig::new(64));
         assert_eq!(budget.used(), 0);
-        drop(ran);
         assert_silent(&sim);
     }
 }

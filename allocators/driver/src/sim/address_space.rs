@@ -366,14 +366,14 @@ impl AddressSpace {
     }
 
     /// Gives devices access, to read or also to write, to a range that begins and ends with whole
-    /// mappings, up to the first hole. Returns the sizes of the mappings.
+    /// mappings, up to the first hole.
     pub(crate) fn set_access(
         &mut self,
         address: u64,
         bytes: u64,
         devices: u64,
         writable: bool,
-    ) -> Result<Vec<u64>, ErrorCode> {
+    ) -> Result<(), ErrorCode> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
         self.check_whole_mappings(address, end)?;
         let last = self.mappings.range(address..end).next_back();
@@ -386,13 +386,12 @@ impl AddressSpace {
         }
         // SAFETY: 1. Mappings created by `map` fill the range up to the hole.
         unsafe { self.store.make_accessible(address, hole - address) }?;
-        let mappings = self.mappings.range_mut(address..hole).map(|(_, mapping)| {
+        for (_, mapping) in self.mappings.range_mut(address..hole) {
             mapping.access |= devices;
             mapping.write_access &= !devices;
             mapping.write_access |= if writable { devices } else { 0 };
-            mapping.bytes
-        });
-        Ok(mappings.collect())
+        }
+        Ok(())
     }
 
     /// Returns the end of the contiguous mappings that begin at `address`, limited to `end`.
@@ -433,7 +432,7 @@ impl AddressSpace {
     }
 
     /// Removes the mappings in a range, if there are any. The caller has checked that the range
-    /// lies in one reservation. Returns for each mapping its size, its device, and the bytes that
+    /// lies in one reservation. Returns for each mapping its device, and the bytes that
     /// the device regains.
     pub(crate) fn unmap(
         &mut self,
@@ -441,7 +440,7 @@ impl AddressSpace {
         bytes: u64,
         cause: Action,
         host: &Clock,
-    ) -> Result<Vec<(u64, DeviceId, u64)>, ErrorCode> {
+    ) -> Result<Vec<(DeviceId, u64)>, ErrorCode> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
         self.check_whole_mappings(address, end)?;
         let mut unmapped = Vec::new();
@@ -462,7 +461,7 @@ impl AddressSpace {
                 object.device
             });
             if let Some(device) = device {
-                unmapped.push((bytes, device, self.free_if_unused(object)));
+                unmapped.push((device, self.free_if_unused(object)));
             }
         }
         Ok(unmapped)

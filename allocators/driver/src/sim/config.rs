@@ -1,6 +1,6 @@
 //! The configuration of the simulator.
 
-use super::{cost::Costs, reporting::OnViolation};
+use super::reporting::OnViolation;
 use crate::{DeviceId, DeviceInfo, ExportTypes};
 
 /// What device addresses refer to.
@@ -125,8 +125,6 @@ pub struct SimConfig {
     /// What happens with violations that the program does not take. `None` means the value of
     /// `AQUIFER_SIM_VIOLATIONS`, or the default of [`OnViolation`] if that is unset.
     pub on_violation: Option<OnViolation>,
-    /// The cost of calls on the simulated machine.
-    pub costs: Costs,
     /// The version of the driver's interface, such as 13000 for CUDA 13.0.
     pub driver_version: u32,
 }
@@ -152,7 +150,6 @@ impl SimConfig {
             peers: true,
             capacity: None,
             on_violation: None,
-            costs: Costs::h200(),
             driver_version: 13_000,
         }
     }

@@ -47,13 +47,6 @@ impl Sim {
         self.machine.lock().accesses_checked
     }
 
-    /// Returns the modelled cost of the driver calls so far, in nanoseconds, by the [cost
-    /// table](super::Costs).
-    #[must_use]
-    pub fn modelled_ns(&self) -> u64 {
-        self.machine.modelled()
-    }
-
     /// Writes violations that have been neither taken nor written before to standard error, as at
     /// the end of the machine. Returns whether there were any. Writes nothing under
     /// [`OnViolation::Quiet`](super::OnViolation::Quiet).
@@ -138,7 +131,7 @@ impl Sim {
 
     /// Returns the current bytes of a range, even if work is queued. The oracle does not count this
     /// access. Returns `None` if part of the range cannot be accessed, in
-    /// [`Mode::Symbolic`](super::Mode::Symbolic), and inside kernels and callbacks.
+    /// [`Mode::Symbolic`](super::Mode::Symbolic), and inside kernels.
     #[must_use]
     pub fn read_back(&self, range: DeviceRange) -> Option<Vec<u8>> {
         if device_code::is_running() {

@@ -1,5 +1,5 @@
-//! Whether this thread is running code of the simulated GPU: a kernel's closure or a host callback.
-//! Both run on any thread, and neither may call the driver.
+//! Whether this thread is running code of the simulated GPU: a kernel's closure.
+//! It runs on any thread, and must not call the driver.
 
 use std::cell::Cell;
 
@@ -23,7 +23,7 @@ impl Drop for DeviceCodeGuard {
     }
 }
 
-/// Returns whether this thread is in a kernel or a callback.
+/// Returns whether this thread is in a kernel.
 pub(crate) fn is_running() -> bool {
     IN_DEVICE_CODE.get()
 }

@@ -182,7 +182,7 @@ impl MachineState {
         let mapped = self
             .space
             .map(address, bytes, object, &Clock::default(), &mut findings)
-            .and_then(|()| self.space.set_access(address, bytes, devices, true).map(drop));
+            .and_then(|()| self.space.set_access(address, bytes, devices, true));
         if let Err(code) = mapped {
             self.unmap_and_release(address, object, bytes, None);
             return Err(code);

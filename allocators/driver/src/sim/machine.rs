@@ -3,7 +3,6 @@
 use super::{
     codes::{self, ErrorCode},
     config::{Mode, Schedule, SimConfig},
-    cost::Costs,
     device_code,
     faults::Stalls,
     machine_state::MachineState,
@@ -37,8 +36,6 @@ pub(crate) struct Machine {
     process_id: u32,
     /// The name of the thread that created it, unless that is the main thread.
     creator: Option<Box<str>>,
-    modelled: AtomicU64,
-    costs: Costs,
     state: Mutex<MachineState>,
     /// Signalled when an item has run, or can run now.
     pub(crate) changed: Condvar,
@@ -89,8 +86,6 @@ impl Machine {
             machine_id,
             stalls: Arc::new(Stalls::default()),
             oracle_on: AtomicBool::new(true),
-            modelled: AtomicU64::new(0),
-            costs: config.costs,
             state: Mutex::new(state),
             changed: Condvar::new(),
             config,
@@ -203,21 +198,6 @@ impl Machine {
             }
             _ => state,
         }
-    }
-
-    /// Adds the cost of a call.
-    pub(crate) fn cost(&self, call: Call, bytes: u64) {
-        self.modelled.fetch_add(self.costs.of(call, bytes), Ordering::Relaxed);
-    }
-
-    /// Adds the cost of setting access to a mapping for `peers` peers.
-    pub(crate) fn cost_of_access(&self, bytes: u64, peers: u32) {
-        self.modelled.fetch_add(self.costs.opening(bytes, peers), Ordering::Relaxed);
-    }
-
-    /// Returns the cost of all calls so far, in nanoseconds.
-    pub(crate) fn modelled(&self) -> u64 {
-        self.modelled.load(Ordering::Relaxed)
     }
 }
 

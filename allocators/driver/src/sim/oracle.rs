@@ -164,8 +164,7 @@ impl MachineState {
         self.findings = findings;
     }
 
-    /// Checks a host access to memory that devices can reach. Accesses of a callback were checked
-    /// when it was queued.
+    /// Checks a host access to memory that devices can reach. Kernels declare their own.
     ///
     /// A free without a line comes from a drop. It is reported with the line of the work that it is
     /// not ordered after.

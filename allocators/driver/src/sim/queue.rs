@@ -3,7 +3,6 @@
 use super::{
     access_history::{Action, ActionKind},
     address_space::DeviceUse,
-    callback::QueuedCallback,
     capture::CapturedPoint,
     clock::Clock,
     graph::ReleaseRef,
@@ -114,8 +113,6 @@ pub(crate) struct HostUse {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     pub(crate) kind: ActionKind,
-    /// Whether the device accesses it, so that it must be pinned.
-    pub(crate) by_device: bool,
 }
 
 impl Task {
@@ -142,8 +139,6 @@ pub(crate) enum Work {
     WriteValue { address: u64, value: u64 },
     /// Waits until the value at the address is at least `value`.
     WaitValue { address: u64, value: u64 },
-    /// Calls the host.
-    Callback(QueuedCallback),
     /// The end of a graph's launch, which drops its references to the release functions.
     LaunchEnd(Vec<ReleaseRef>),
 }
@@ -152,7 +147,7 @@ impl Work {
     /// Returns whether it calls code of the program, which must not happen under the simulator's
     /// lock.
     pub(crate) fn runs_program_code(&self) -> bool {
-        matches!(self, Self::Kernel { body: Some(_), .. } | Self::Callback(_) | Self::LaunchEnd(_))
+        matches!(self, Self::Kernel { body: Some(_), .. } | Self::LaunchEnd(_))
     }
 
     /// Returns the device memory that the driver checks when a graph with this work is
@@ -174,7 +169,6 @@ impl Work {
             | Self::Wait { .. }
             | Self::WriteValue { .. }
             | Self::WaitValue { .. }
-            | Self::Callback(_)
             | Self::LaunchEnd(_) => &[],
         }
     }

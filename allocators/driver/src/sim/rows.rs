@@ -126,7 +126,7 @@ impl MachineState {
 
 /// Returns the host accesses of a copy of rows, row by row. Memory that is not pinned has none.
 fn pinned_uses(pinned: bool, start: u64, pitch: u64, rows: Rows, kind: ActionKind) -> Vec<HostUse> {
-    let row = |(address, bytes)| HostUse { address, bytes, kind, by_device: true };
+    let row = |(address, bytes)| HostUse { address, bytes, kind };
     if pinned { row_ranges(start, pitch, rows).map(row).collect() } else { Vec::new() }
 }
 
@@ -145,42 +145,37 @@ impl Machine {
     ) -> Result<()> {
         let (name, site) = ("copy to the device", caller_site());
         let start = from.start.as_ptr() as u64;
-        self.queue_call(
-            call,
-            stream,
-            rows.width.saturating_mul(rows.height),
-            |mut state, stream| {
-                row_span(to.start, to.pitch, rows)?;
-                let range = (start, row_span(start, from.pitch, rows)?);
-                let pinned = state.classify_host_range(range, ActionKind::Read, name, site)?
-                    == HostMemoryKind::Pinned;
-                let uses = state.row_uses(stream, to, rows, true);
-                // A captured copy reads host memory when it is launched, pinned or not.
-                let staged = !pinned && state.streams[stream].capture.is_none();
-                let source = if staged && state.space.store.has_bytes() {
-                    let mut staged = Vec::new();
-                    for (address, bytes) in row_ranges(start, from.pitch, rows) {
-                        // SAFETY: 1. The caller promises that each row is readable and is not written.
-                        staged.extend_from_slice(unsafe {
-                            std::slice::from_raw_parts(address as *const u8, bytes as usize)
-                        });
-                    }
-                    RowSource::Staged(staged.into())
-                } else {
-                    RowSource::Rows(Pitched { start, pitch: from.pitch })
-                };
-                let host = pinned_uses(pinned, start, from.pitch, rows, ActionKind::Read);
-                let work = Work::Rows(Arc::new(RowWork { uses, to, from: source, rows }));
-                let mut state = self.submit(state, stream, Task { name, site, host, work })?;
-                if staged {
-                    // The host reads before the call returns.
-                    for (address, bytes) in row_ranges(start, from.pitch, rows) {
-                        state.check_host_access(address, bytes, HostAccess::Read, Some(site), site);
-                    }
+        self.queue_call(call, stream, |mut state, stream| {
+            row_span(to.start, to.pitch, rows)?;
+            let range = (start, row_span(start, from.pitch, rows)?);
+            let pinned = state.classify_host_range(range, ActionKind::Read, name, site)?
+                == HostMemoryKind::Pinned;
+            let uses = state.row_uses(stream, to, rows, true);
+            // A captured copy reads host memory when it is launched, pinned or not.
+            let staged = !pinned && state.streams[stream].capture.is_none();
+            let source = if staged && state.space.store.has_bytes() {
+                let mut staged = Vec::new();
+                for (address, bytes) in row_ranges(start, from.pitch, rows) {
+                    // SAFETY: 1. The caller promises that each row is readable and is not written.
+                    staged.extend_from_slice(unsafe {
+                        std::slice::from_raw_parts(address as *const u8, bytes as usize)
+                    });
                 }
-                Ok(state)
-            },
-        )
+                RowSource::Staged(staged.into())
+            } else {
+                RowSource::Rows(Pitched { start, pitch: from.pitch })
+            };
+            let host = pinned_uses(pinned, start, from.pitch, rows, ActionKind::Read);
+            let work = Work::Rows(Arc::new(RowWork { uses, to, from: source, rows }));
+            let mut state = self.submit(state, stream, Task { name, site, host, work })?;
+            if staged {
+                // The host reads before the call returns.
+                for (address, bytes) in row_ranges(start, from.pitch, rows) {
+                    state.check_host_access(address, bytes, HostAccess::Read, Some(site), site);
+                }
+            }
+            Ok(state)
+        })
     }
 
     /// Copies rows to the host. For pageable memory the driver returns when the bytes have arrived.
@@ -197,30 +192,25 @@ impl Machine {
     ) -> Result<()> {
         let (name, site, device) = ("copy to the host", caller_site(), stream.device());
         let start = to.start.as_ptr() as u64;
-        self.queue_call(
-            call,
-            stream,
-            rows.width.saturating_mul(rows.height),
-            |mut state, stream| {
-                row_span(from.start, from.pitch, rows)?;
-                let range = (start, row_span(start, to.pitch, rows)?);
-                let pinned = state.classify_host_range(range, ActionKind::Write, name, site)?
-                    == HostMemoryKind::Pinned;
-                let uses = state.row_uses(stream, from, rows, false);
-                let host = pinned_uses(pinned, start, to.pitch, rows, ActionKind::Write);
-                let to = Pitched { start, pitch: to.pitch };
-                let from = RowSource::Rows(from);
-                let work = Work::Rows(Arc::new(RowWork { uses, to, from, rows }));
-                let mut state = self.submit(state, stream, Task { name, site, host, work })?;
-                if !pinned && state.streams[stream].capture.is_none() {
-                    let point = state.point(stream);
-                    state = self.run_until(state, point.stream, point.count);
-                    state.device(device)?;
-                    state.order_host_after(&point.clock);
-                }
-                Ok(state)
-            },
-        )
+        self.queue_call(call, stream, |mut state, stream| {
+            row_span(from.start, from.pitch, rows)?;
+            let range = (start, row_span(start, to.pitch, rows)?);
+            let pinned = state.classify_host_range(range, ActionKind::Write, name, site)?
+                == HostMemoryKind::Pinned;
+            let uses = state.row_uses(stream, from, rows, false);
+            let host = pinned_uses(pinned, start, to.pitch, rows, ActionKind::Write);
+            let to = Pitched { start, pitch: to.pitch };
+            let from = RowSource::Rows(from);
+            let work = Work::Rows(Arc::new(RowWork { uses, to, from, rows }));
+            let mut state = self.submit(state, stream, Task { name, site, host, work })?;
+            if !pinned && state.streams[stream].capture.is_none() {
+                let point = state.point(stream);
+                state = self.run_until(state, point.stream, point.count);
+                state.device(device)?;
+                state.order_host_after(&point.clock);
+            }
+            Ok(state)
+        })
     }
 
     /// Copies rows on the device.
@@ -233,7 +223,7 @@ impl Machine {
         rows: Rows,
     ) -> Result<()> {
         let site = caller_site();
-        self.queue_call(call, stream, rows.width.saturating_mul(rows.height), |state, stream| {
+        self.queue_call(call, stream, |state, stream| {
             row_span(to.start, to.pitch, rows)?;
             row_span(from.start, from.pitch, rows)?;
             let mut uses = state.row_uses(stream, from, rows, false);
@@ -254,7 +244,7 @@ impl Machine {
         rows: Rows,
     ) -> Result<()> {
         let (site, element) = (caller_site(), pattern.bytes());
-        self.queue_call(call, stream, rows.width.saturating_mul(rows.height), |state, stream| {
+        self.queue_call(call, stream, |state, stream| {
             let width = rows.width.checked_mul(element).ok_or(codes::INVALID_VALUE)?;
             let rows = Rows { width, ..rows };
             if !to.start.is_multiple_of(element)

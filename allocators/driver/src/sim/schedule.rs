@@ -195,7 +195,7 @@ impl MachineState {
         };
         for u in host {
             // For captured work: memory that was pinned at the capture may no longer be.
-            accessible &= context.is_none() || !u.by_device || self.check_still_pinned(&u, action);
+            accessible &= context.is_none() || self.check_still_pinned(&u, action);
             self.check_host_side(stream, u.address, u.bytes, u.kind, action);
         }
         match &mut work {
@@ -208,7 +208,6 @@ impl MachineState {
                     self.streams[stream].clock.join(clock);
                 }
             }
-            Work::Callback(call) => call.clock = self.point(stream).clock,
             _ => {}
         }
         QueueItem { work: if accessible { work } else { Work::Inaccessible }, action }
@@ -345,7 +344,6 @@ impl Machine {
                 let mut memory = unsafe { KernelMemory::new(&uses) };
                 (body.lock().unwrap_or_else(PoisonError::into_inner))(&mut memory);
             }
-            Work::Callback(call) => call.run(),
             _ => released.into_iter().for_each(|call| call()),
         }
         drop(running);

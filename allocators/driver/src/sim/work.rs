@@ -1,24 +1,21 @@
-//! Work that a test queues: kernels, declared accesses, values and callbacks.
+//! Work that a test queues: kernels, declared accesses and values.
 #![expect(unsafe_code, reason = "creates handles")]
 
 use super::{
     Sim,
-    access_history::ActionKind,
     address_space::DeviceUse,
-    callback::{Callback, CallbackToken, QueuedCallback},
     codes,
     config::Mode,
     kernel::{DeclaredAccess, SimKernel},
     machine::caller_site,
     machine_state::device_bit,
-    queue::{HostUse, StreamKind, Task, Work, stream_handle},
+    queue::{StreamKind, Task, Work, stream_handle},
 };
 use crate::{Access, DeviceId, DeviceRange, HostAccess, RawStream, Result};
 
 const LAUNCH: &str = "cuLaunchKernel";
 const WRITE_VALUE: &str = "cuStreamWriteValue64";
 const WAIT_VALUE: &str = "cuStreamWaitValue64";
-const CALLBACK: &str = "cuLaunchHostFunc";
 
 /// Creates the use of a kernel. The stream's own device must have access.
 fn kernel_use(device: DeviceId, declared: &DeclaredAccess) -> DeviceUse {
@@ -103,26 +100,6 @@ impl Sim {
     pub fn wait_value(&self, stream: RawStream, address: u64, value: u64) -> Result<()> {
         let work = Work::WaitValue { address, value };
         self.queue(WAIT_VALUE, stream, Task::new("wait for a value", caller_site(), work))
-    }
-
-    /// Queues a host call (`cuLaunchHostFunc`). Its declared accesses are checked now. It runs when
-    /// the item runs.
-    ///
-    /// # Errors
-    /// As [`Sim::launch`].
-    #[track_caller]
-    #[doc(hidden)]
-    pub fn host_callback(&self, stream: RawStream, callback: Callback) -> Result<CallbackToken> {
-        let Callback { name, accesses, call } = callback;
-        let call = QueuedCallback::new(call);
-        let token = call.token(self.clone());
-        let host = accesses.into_iter().map(|(address, bytes, access)| {
-            let kind = if access.writes() { ActionKind::Write } else { ActionKind::Read };
-            HostUse { address, bytes, kind, by_device: false }
-        });
-        let host = host.collect();
-        let task = Task { host, ..Task::new(name, caller_site(), Work::Callback(call)) };
-        self.queue(CALLBACK, stream, task).map(|()| token)
     }
 
     /// Creates a stream that is ordered with the device's legacy default stream in both directions

@@ -7,7 +7,7 @@ use crate::sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
 use aquifer_driver::{
     BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostFlags, Ownership, Pattern, PoolUsage,
     RawStream, Relaxed,
-    sim::{Costs, DeviceConfig, Sim, SimConfig, SimKernel, ViolationKind},
+    sim::{DeviceConfig, Sim, SimConfig, SimKernel, ViolationKind},
 };
 use std::{
     ptr::NonNull,
@@ -459,26 +459,6 @@ fn each_thread_has_its_own_default_stream() {
     assert_ne!(here, there);
     assert_eq!(m.driver.stream_id(own), Ok(here));
     assert!(m.sim.outstanding().is_empty());
-}
-
-#[test]
-fn driver_time_is_modelled_by_the_table() {
-    let m = symbolic();
-    let (range, handle) = (m.reserve(GRANULE), m.handle(GRANULE));
-    let before = m.sim.modelled_ns();
-    m.map(range, handle);
-    m.unmap(range);
-    assert_eq!(m.sim.modelled_ns() - before, 500 + 17_300 + 12_000);
-    let before = m.sim.modelled_ns();
-    m.sim.fail(Call::Map, 1, 1);
-    // SAFETY: 1. Nothing is mapped there.
-    assert_eq!(code(unsafe { m.driver.map(range, GRANULE, handle) }), 1);
-    assert_eq!(m.sim.modelled_ns(), before, "a call that fails costs nothing");
-    let mut config = SimConfig::h200(1);
-    config.costs = Costs::nothing();
-    let free = Machine::new(Sim::new(config));
-    free.granule();
-    assert_eq!(free.sim.modelled_ns(), 0);
 }
 
 #[test]

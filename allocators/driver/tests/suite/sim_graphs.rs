@@ -9,7 +9,7 @@ use crate::sim_fixtures::{GPU, Machine, PATIENCE, everywhere};
 use aquifer_driver::{
     Access, Call, CaptureMode, CaptureStatus, DriverError, RawGraph, RawGraphExec, RawStream,
     Relaxed,
-    sim::{Callback, Sim, SimKernel},
+    sim::{Sim, SimKernel},
 };
 use std::sync::{
     Arc,
@@ -370,30 +370,6 @@ fn a_release_that_was_left_too_late_or_refused_is_no_business_of_executables() {
 }
 
 #[test]
-fn a_call_of_the_host_is_made_at_each_launch_and_teaches_what_came_before_it() {
-    let m = bytes();
-    let (a, b, x) = (m.stream(), m.stream(), m.alloc(4));
-    let calls = Arc::new(AtomicU32::new(0));
-    let count = Arc::clone(&calls);
-    let mut token = None;
-    let exec = m.exec(a, || {
-        m.write(a, x);
-        let callback = Callback::new("count", move || {
-            count.fetch_add(1, Ordering::Relaxed);
-        });
-        token = Some(m.sim.host_callback(a, callback).unwrap());
-    });
-    let token = token.unwrap();
-    assert!(!token.has_run());
-    m.launch(exec, a);
-    m.launch(exec, a);
-    assert_eq!(calls.load(Ordering::Relaxed), 2);
-    assert!(token.has_run());
-    m.write(b, x);
-    m.silent();
-}
-
-#[test]
 fn a_captured_copy_reads_the_host_when_it_is_launched_pinned_or_not() {
     let m = bytes();
     let (a, x) = (m.stream(), m.alloc(4));
@@ -513,17 +489,4 @@ fn a_delayed_launch_delays_no_other_work() {
         waiter.join().unwrap();
     });
     m.silent();
-}
-
-#[test]
-fn a_launch_costs_one_call_however_many_nodes_it_has() {
-    let m = Machine::new(Sim::h200(1).symbolic());
-    let (a, x) = (m.stream(), m.alloc(4));
-    let exec = m.exec(a, || (0..100).for_each(|_| m.write(a, x)));
-    let before = m.sim.modelled_ns();
-    m.launch(exec, a);
-    let cost = m.sim.modelled_ns() - before;
-    assert_eq!(cost, m.sim.config().costs.of(Call::GraphLaunch, 0));
-    assert!(cost > 0);
-    assert_eq!(m.driver.calls().get(Call::GraphLaunch), 1);
 }

@@ -18,7 +18,7 @@
 //! A clock read per call would cost as much as the call. The result therefore includes the replay's
 //! own loop (a few nanoseconds per operation) and uses across streams, which are not counted as
 //! operations. On the simulator it also includes the simulator's work in each driver call. That
-//! work does not reflect the cost of a real driver: see the modelled driver time for it.
+//! work does not reflect the cost of a real driver.
 //!
 //! # How calls and waits are counted
 //! A third pass plays as many rounds as are timed. It counts the driver calls and the waits of each
@@ -174,7 +174,6 @@ fn describe(
         timing: None,
         rounds: Vec::new(),
         driver_calls: checked.driver_calls,
-        modelled_driver_ns: checked.modelled_driver_ns,
         accesses_checked: checked.verdict.checked,
         cross_stream_uses: checked.crossings,
         early_completions: checked.early,

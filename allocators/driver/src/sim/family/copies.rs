@@ -149,13 +149,11 @@ impl Machine {
         &'a self,
         call: Call,
         stream: RawStream,
-        bytes: u64,
         queue: impl FnOnce(StateGuard<'a>, usize) -> Result<StateGuard<'a>, ErrorCode>,
     ) -> Result<()> {
         let mut state = self.enter(call, Some(stream.device()))?;
         let index = state.stream(stream).map_err(error_of(call))?;
         drop(queue(state, index).map_err(error_of(call))?);
-        self.cost(call, bytes);
         Ok(())
     }
 }

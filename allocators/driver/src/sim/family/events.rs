@@ -26,7 +26,6 @@ impl MachineState {
 unsafe impl Events for Machine {
     fn event_create(&self, device: DeviceId) -> Result<RawEvent> {
         let mut state = self.enter(Call::EventCreate, Some(device))?;
-        self.cost(Call::EventCreate, 0);
         let handle = state.events.insert(Event { device, point: None, captured: None });
         // SAFETY: 1. The handle belongs to the event that was just created.
         Ok(unsafe { RawEvent::from_raw(device, handle) })
@@ -36,7 +35,6 @@ unsafe impl Events for Machine {
         let call = Call::EventDestroy;
         let mut state = self.enter(call, Some(event.device()))?;
         state.event(event).map_err(error_of(call))?;
-        self.cost(call, 0);
         state.events.remove(event.handle());
         Ok(())
     }
@@ -50,7 +48,6 @@ unsafe impl Events for Machine {
             return Err(error_of(call)(codes::INVALID_HANDLE));
         }
         state.is_captured(index).map_err(error_of(call))?;
-        self.cost(call, 0);
         let captured = state.captured_point(index);
         let point = captured.is_none().then(|| {
             // The event also comes after what the host knows now, and after the work implied by the
@@ -69,7 +66,6 @@ unsafe impl Events for Machine {
         let mut state = self.enter(call, Some(event.device()))?;
         state.captures.reject_unsafe_call().map_err(error_of(call))?;
         state.refuse_captured_event(event).map_err(error_of(call))?;
-        self.cost(call, 0);
         // Taken out and put back, to avoid copying a clock at every poll.
         let Some(point) = state.event(event).map_err(error_of(call))?.point.take() else {
             return Ok(true);
@@ -87,7 +83,6 @@ unsafe impl Events for Machine {
         let mut state = self.enter(call, Some(event.device()))?;
         state.captures.reject_unsafe_call().map_err(error_of(call))?;
         state.refuse_captured_event(event).map_err(error_of(call))?;
-        self.cost(call, 0);
         let Some(point) = state.event(event).map_err(error_of(call))?.point.clone() else {
             return Ok(());
         };

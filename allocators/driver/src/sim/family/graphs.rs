@@ -17,7 +17,6 @@ unsafe impl Graphs for Machine {
         let call = Call::CaptureBegin;
         let mut state = self.enter(call, Some(stream.device()))?;
         state.begin_capture(stream, mode).map_err(error_of(call))?;
-        self.cost(call, 0);
         Ok(())
     }
 
@@ -25,7 +24,6 @@ unsafe impl Graphs for Machine {
         let call = Call::CaptureEnd;
         let mut state = self.enter(call, Some(stream.device()))?;
         let graph = state.end_capture(stream).map_err(error_of(call))?;
-        self.cost(call, 0);
         let handle = state.graphs.graphs.insert(graph);
         // SAFETY: 1. The handle belongs to the graph that was just created.
         Ok(unsafe { RawGraph::from_raw(stream.device(), handle) })
@@ -35,7 +33,6 @@ unsafe impl Graphs for Machine {
         let call = Call::CaptureStatus;
         let mut state = self.enter(call, Some(stream.device()))?;
         let status = state.capture_status(stream).map_err(error_of(call))?;
-        self.cost(call, 0);
         Ok(status)
     }
 
@@ -44,7 +41,6 @@ unsafe impl Graphs for Machine {
         let mut state = self.enter(call, Some(graph.device()))?;
         state.captures.reject_unsafe_call().map_err(error_of(call))?;
         let handle = state.instantiate(graph).map_err(error_of(call))?;
-        self.cost(call, 0);
         // SAFETY: 1. The handle belongs to the executable that was just created.
         Ok(unsafe { RawGraphExec::from_raw(graph.device(), handle) })
     }
@@ -58,7 +54,6 @@ unsafe impl Graphs for Machine {
         state.refuse_capturing_stream(index).map_err(error_of(call))?;
         state.is_captured(index).map_err(error_of(call))?;
         state.launch(exec, index, site).map_err(error_of(call))?;
-        self.cost(call, 0);
         drop(self.run_by_schedule(state));
         Ok(())
     }
@@ -67,7 +62,6 @@ unsafe impl Graphs for Machine {
         let call = Call::GraphDestroy;
         let mut state = self.enter(call, Some(graph.device()))?;
         state.graph(graph).map_err(error_of(call))?;
-        self.cost(call, 0);
         let release_refs = state
             .graphs
             .graphs
@@ -85,7 +79,6 @@ unsafe impl Graphs for Machine {
         let mut state = self.enter(call, Some(exec.device()))?;
         state.captures.reject_unsafe_call().map_err(error_of(call))?;
         state.exec(exec).map_err(error_of(call))?;
-        self.cost(call, 0);
         let release_refs = state.destroy_exec(exec);
         let calls = state.drop_release_refs(release_refs);
         drop(state);
@@ -100,7 +93,6 @@ unsafe impl Graphs for Machine {
             .map_err(error_of(Call::GraphRetain))?
             .release_refs
             .push(ReleaseRef::new(call));
-        self.cost(Call::GraphRetain, 0);
         Ok(())
     }
 }

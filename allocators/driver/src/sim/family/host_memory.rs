@@ -62,7 +62,6 @@ unsafe impl HostMemory for Machine {
         }
         let address =
             store::host_pages(bytes as u64).ok_or_else(|| error_of(call)(codes::OUT_OF_MEMORY))?;
-        self.cost(call, bytes as u64);
         let cause = state.current_host_action(ActionKind::Write, "allocation of host memory", site);
         // Fresh pages of the system overlap no existing registration.
         state.pinned.add(address, bytes as u64, device, PinKind::Allocated, cause);
@@ -76,7 +75,6 @@ unsafe impl HostMemory for Machine {
         let address = address.as_ptr() as u64;
         let (_state, bytes) =
             self.unpin(state, device, address, PinKind::Allocated, site).map_err(error_of(call))?;
-        self.cost(call, bytes);
         // SAFETY: 1. `host_alloc` allocated these pages with this size. The caller promises that
         // they are no longer in use, and the work queued on the device has run.
         unsafe { store::free_host_pages(address, bytes) };
@@ -108,7 +106,6 @@ unsafe impl HostMemory for Machine {
         if flags.read_only {
             state.pinned.set_read_only(address);
         }
-        self.cost(call, bytes as u64);
         Ok(())
     }
 
@@ -116,11 +113,9 @@ unsafe impl HostMemory for Machine {
         let site = caller_site();
         let call = Call::HostUnregister;
         let state = self.enter(call, Some(device))?;
-        let (_state, bytes) = self
-            .unpin(state, device, address.as_ptr() as u64, PinKind::Registered, site)
-            .map_err(error_of(call))?;
-        self.cost(call, bytes);
-        Ok(())
+        self.unpin(state, device, address.as_ptr() as u64, PinKind::Registered, site)
+            .map(drop)
+            .map_err(error_of(call))
     }
 
     fn host_device_address(&self, device: DeviceId, address: NonNull<u8>) -> Result<u64> {
@@ -130,7 +125,6 @@ unsafe impl HostMemory for Machine {
         // Host and devices share one address space, as on every 64-bit Linux, where the `mapped`
         // flag is not required.
         state.pinned.containing(address).ok_or_else(|| error_of(call)(codes::INVALID_VALUE))?;
-        self.cost(call, 0);
         Ok(address)
     }
 }

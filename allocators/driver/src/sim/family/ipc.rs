@@ -120,7 +120,6 @@ impl Machine {
         let call = Call::HandleImport;
         let mut state = self.enter(call, Some(device))?;
         let handle = state.import(self.machine_id, device, name).map_err(error_of(call))?;
-        self.cost(call, 0);
         // SAFETY: 1. The object has one more handle, which is this one.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
     }
@@ -141,7 +140,6 @@ unsafe impl Ipc for Machine {
             return Err(error_of(call)(codes::NOT_SUPPORTED));
         }
         let handle = state.create(device, bytes, types).map_err(error_of(call))?;
-        self.cost(call, bytes);
         // SAFETY: 1. The handle belongs to the memory that was just allocated.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
     }
@@ -165,7 +163,6 @@ unsafe impl Ipc for Machine {
         let mut state = self.enter(call, Some(handle.device()))?;
         let name = state.export(self.machine_id, handle, ExportTypes::POSIX_FD);
         let name = name.map_err(error_of(call))?;
-        self.cost(call, 0);
         let refused = error_of(call)(codes::OPERATING_SYSTEM);
         let file =
             memfd_create("aquifer-sim-export", MFdFlags::MFD_CLOEXEC).map_err(|_| refused)?;
@@ -179,7 +176,6 @@ unsafe impl Ipc for Machine {
         let mut state = self.enter(call, Some(handle.device()))?;
         let name = state.export(self.machine_id, handle, ExportTypes::FABRIC);
         let name = name.map_err(error_of(call))?;
-        self.cost(call, 0);
         Ok(name)
     }
 

@@ -46,7 +46,6 @@ unsafe impl Memory for Machine {
             return Err(error_of(call)(codes::INVALID_VALUE));
         }
         let (address, size) = state.allocate(device, bytes, false).map_err(error_of(call))?;
-        self.cost(call, bytes);
         if state.oracle {
             let cause = state.current_host_action(ActionKind::Allocate, "allocation", site);
             state.owners.set(address, size, Owner::Live { generation: None }, cause);
@@ -65,7 +64,6 @@ unsafe impl Memory for Machine {
         let size = state
             .allocation_bytes(device, address)
             .ok_or_else(|| error_of(call)(codes::INVALID_VALUE))?;
-        self.cost(call, size);
         // The driver waits for the device, but does not guarantee it, so the host clock does not
         // change.
         if state.oracle {
@@ -99,7 +97,6 @@ unsafe impl Memory for Machine {
         if !state.device(device).map_err(error_of(call))?.info.async_pools {
             return Err(error_of(call)(codes::NOT_SUPPORTED));
         }
-        self.cost(call, 0);
         let handle = state.pools.pools.insert(DriverPool::new(device, max));
         // SAFETY: 1. The handle belongs to the pool that was just created.
         Ok(unsafe { PoolHandle::from_raw(device, handle) })
@@ -110,7 +107,6 @@ unsafe impl Memory for Machine {
         let mut state = self.enter(call, Some(pool.device()))?;
         state = self.wait_until_idle(state);
         state.pool(pool).map_err(error_of(call))?.alive = false;
-        self.cost(call, 0);
         state.release_destroyed_pools();
         Ok(())
     }
@@ -135,7 +131,6 @@ unsafe impl Memory for Machine {
         }
         let (address, size, freed_at) =
             state.pool_alloc(pool.handle(), index, bytes).map_err(error_of(call))?;
-        self.cost(call, bytes);
         for point in freed_at.iter().filter(|point| point.stream != index) {
             state.wait_for_point(index, point, "reuse by the driver's pool", site);
         }
@@ -170,7 +165,6 @@ unsafe impl Memory for Machine {
         let (size, device) =
             state.pool_block(address).ok_or_else(|| error_of(call)(codes::INVALID_VALUE))?;
         state = self.wait_until_idle(state);
-        self.cost(call, size);
         let (freed, site) = state.cause_of_free(address, entered, own);
         let action = state.next_stream_action(index, ActionKind::Free, freed, site);
         if state.oracle {
@@ -197,14 +191,12 @@ unsafe impl Memory for Machine {
         let mut state = self.enter(call, Some(pool.device()))?;
         state.pool(pool).map_err(error_of(call))?;
         state = self.wait_until_idle(state);
-        self.cost(call, 0);
         state.pool_trim(pool.handle(), keep);
         Ok(())
     }
 
     fn pool_usage(&self, pool: PoolHandle) -> Result<PoolUsage> {
         let mut state = self.enter(Call::PoolUsage, Some(pool.device()))?;
-        self.cost(Call::PoolUsage, 0);
         Ok(state.pool(pool).map_err(error_of(Call::PoolUsage))?.usage())
     }
 }

@@ -68,7 +68,6 @@ unsafe impl Physical for Machine {
             .reserve(device, bytes, align, granularity, ReservationPurpose::Range)
             .map_err(error_of(call))?;
         state.owners.clear(address, bytes);
-        self.cost(call, bytes);
         Ok(address)
     }
 
@@ -86,7 +85,6 @@ unsafe impl Physical for Machine {
         let cause = state.current_host_action(ActionKind::Free, "free of an address range", site);
         state.space.unreserve(address, cause);
         state.owners.clear(address, bytes);
-        self.cost(call, bytes);
         Ok(())
     }
 
@@ -94,7 +92,6 @@ unsafe impl Physical for Machine {
         let call = Call::HandleCreate;
         let mut state = self.enter(call, Some(device))?;
         let handle = state.create(device, bytes, ExportTypes::NONE).map_err(error_of(call))?;
-        self.cost(call, bytes);
         // SAFETY: 1. The handle belongs to the memory that was just allocated.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
     }
@@ -102,8 +99,7 @@ unsafe impl Physical for Machine {
     unsafe fn handle_release(&self, handle: PhysicalHandle) -> Result<()> {
         let call = Call::HandleRelease;
         let mut state = self.enter(call, Some(handle.device()))?;
-        let bytes = state.handle(handle).map_err(error_of(call))?;
-        self.cost(call, bytes);
+        state.handle(handle).map_err(error_of(call))?;
         let freed = state.space.release(handle.handle());
         state.refund_memory(handle.device(), freed);
         Ok(())
@@ -131,7 +127,6 @@ unsafe impl Physical for Machine {
         let action = state.current_host_action(ActionKind::Write, "map", site);
         state.report(findings, action, Some(handle.device()));
         mapped.map_err(error_of(call))?;
-        self.cost(call, bytes);
         Ok(())
     }
 
@@ -166,8 +161,7 @@ unsafe impl Physical for Machine {
             findings.clear();
         }
         state.report(findings, action, Some(device));
-        for (size, device, freed) in unmapped.map_err(error_of(call))? {
-            self.cost(call, size);
+        for (device, freed) in unmapped.map_err(error_of(call))? {
             state.refund_memory(device, freed);
         }
         Ok(())
@@ -207,10 +201,6 @@ impl Machine {
             }
             access |= device_bit(device);
         }
-        let sizes = state.space.set_access(address, bytes, access, writable);
-        let sizes = sizes.map_err(error_of(call))?;
-        let peers = (access & !device_bit(own_device)).count_ones();
-        sizes.into_iter().for_each(|size| self.cost_of_access(size, peers));
-        Ok(())
+        state.space.set_access(address, bytes, access, writable).map_err(error_of(call))
     }
 }

@@ -20,7 +20,6 @@ const PRIORITIES: RangeInclusive<i32> = -5..=0;
 unsafe impl Streams for Machine {
     fn stream_create(&self, device: DeviceId, _priority: i32) -> Result<RawStream> {
         let mut state = self.enter(Call::StreamCreate, Some(device))?;
-        self.cost(Call::StreamCreate, 0);
         let index = state.create_stream(device, StreamKind::NonBlocking);
         // SAFETY: 1. The handle belongs to the stream that was just created.
         Ok(unsafe { RawStream::from_raw(device, queue::stream_handle(self.machine_id, index)) })
@@ -35,7 +34,6 @@ unsafe impl Streams for Machine {
         }
         // A capture that it takes part in is invalidated.
         state.leave_capture(index);
-        self.cost(call, 0);
         state.streams[index].alive = false;
         state.recycle_stream(index);
         Ok(())
@@ -43,7 +41,6 @@ unsafe impl Streams for Machine {
 
     fn stream_priorities(&self, device: DeviceId) -> Result<RangeInclusive<i32>> {
         let _state = self.enter(Call::StreamPriorities, Some(device))?;
-        self.cost(Call::StreamPriorities, 0);
         Ok(PRIORITIES)
     }
 
@@ -51,7 +48,6 @@ unsafe impl Streams for Machine {
         let mut state = self.enter(Call::StreamId, Some(stream.device()))?;
         let index = state.stream(stream).map_err(error_of(Call::StreamId))?;
         state.refuse_capturing_stream(index).map_err(error_of(Call::StreamId))?;
-        self.cost(Call::StreamId, 0);
         Ok(state.streams[index].id)
     }
 
@@ -61,7 +57,6 @@ unsafe impl Streams for Machine {
         let index = state.stream(stream).map_err(error_of(call))?;
         state.refuse_capturing_stream(index).map_err(error_of(call))?;
         state.captures.reject_unsafe_call().map_err(error_of(call))?;
-        self.cost(call, 0);
         let point = state.point(index);
         let done = state.reached(point.stream, point.count);
         if done {
@@ -76,7 +71,6 @@ unsafe impl Streams for Machine {
         let index = state.stream(stream).map_err(error_of(call))?;
         state.refuse_capturing_stream(index).map_err(error_of(call))?;
         state.captures.reject_unsafe_call().map_err(error_of(call))?;
-        self.cost(call, 0);
         let point = state.point(index);
         self.synchronize_host(state, stream.device(), &point).map_err(error_of(call))
     }
@@ -91,7 +85,6 @@ unsafe impl Streams for Machine {
             (event.point.clone(), event.captured.clone())
         };
         let captured = state.wait_captured_event(index, captured).map_err(error_of(call))?;
-        self.cost(call, 0);
         if let Some(point) = point.filter(|_| !captured) {
             state.wait_for_point(index, &point, "wait for an event", site);
         }
@@ -102,7 +95,6 @@ unsafe impl Streams for Machine {
         let call = Call::StreamIsCapturing;
         let mut state = self.enter(call, Some(stream.device()))?;
         let index = state.stream(stream).map_err(error_of(call))?;
-        self.cost(call, 0);
         let captures = |other: usize| state.streams[other].capture.is_some();
         let legacy = state.streams[index].kind == StreamKind::Legacy;
         Ok(captures(index) || legacy && state.implied_streams(index).into_iter().any(captures))
@@ -110,7 +102,6 @@ unsafe impl Streams for Machine {
 
     fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
         let mut state = self.enter(Call::ExchangeCaptureMode, None)?;
-        self.cost(Call::ExchangeCaptureMode, 0);
         Ok(state.captures.exchange_mode(mode))
     }
 }

@@ -52,8 +52,6 @@ pub(crate) struct Checked {
     pub(crate) failure: Option<ReplayFailure>,
     /// Driver calls from the first row to the last, without those of the checks.
     pub(crate) driver_calls: Vec<(&'static str, u64)>,
-    /// Their time in the simulator's model, in nanoseconds.
-    pub(crate) modelled_driver_ns: Option<u64>,
     /// The result of the checks.
     pub(crate) verdict: Verdict,
     /// Blocks that another stream used.
@@ -85,7 +83,6 @@ struct Pass {
     /// Statistics after the first round.
     first: PoolStats,
     driver_calls: Vec<(&'static str, u64)>,
-    modelled_driver_ns: Option<u64>,
     verdict: Verdict,
     early: u64,
     leaked: u64,
@@ -140,16 +137,13 @@ impl ReplayBench<'_> {
                 self.pass(&session, budget, Arc::new(stamps), 1, progress)?
             }
         };
-        let Pass {
-            rounds, first, driver_calls, modelled_driver_ns, verdict, early, leaked, ..
-        } = pass;
+        let Pass { rounds, first, driver_calls, verdict, early, leaked, .. } = pass;
         let failure = first_failure(&rounds);
         let crossings = rounds.iter().map(|played| played.crossings).sum();
         Ok(Checked {
             peak_physical: first.peak_physical,
             failure,
             driver_calls,
-            modelled_driver_ns,
             verdict,
             crossings,
             early,
@@ -331,8 +325,7 @@ impl ReplayBench<'_> {
         progress: &mut ProgressLine,
     ) -> Result<Pass> {
         let calls = || session.driver.calls().made();
-        let modelled = || session.sim.as_ref().map(|sim| sim.modelled_ns());
-        let (calls_before, modelled_before) = (calls(), modelled());
+        let calls_before = calls();
         let mut operations = 0;
         let mut tally = |done: u64| {
             operations += done;
@@ -348,7 +341,6 @@ impl ReplayBench<'_> {
             (made > 0).then_some((call.name(), made))
         });
         let driver_calls = driver_calls.collect();
-        let modelled_driver_ns = modelled().zip(modelled_before).map(|(now, before)| now - before);
         let (first, early) = (allocator.stats(), uses.early());
         engine.clear()?;
         let mut tallies = Vec::with_capacity(rounds as usize);
@@ -369,7 +361,6 @@ impl ReplayBench<'_> {
             tallies,
             first,
             driver_calls,
-            modelled_driver_ns,
             verdict: Verdict::default(),
             early,
             leaked: 0,

@@ -57,8 +57,6 @@ pub(crate) struct ReplayReport {
     pub(crate) rounds: Vec<Round>,
     /// The driver calls of one round from empty, by name.
     pub(crate) driver_calls: Vec<(&'static str, u64)>,
-    /// Their time in the simulator's model, in nanoseconds, or none on a real device.
-    pub(crate) modelled_driver_ns: Option<u64>,
     /// Reads and writes that were checked.
     pub(crate) accesses_checked: u64,
     /// Blocks that another stream used.
@@ -271,7 +269,6 @@ impl ReplayReport {
             ("failed_round", json!(self.failure.as_ref().map(|failure| failure.round))),
             ("ns_per_op", ns(self.timing)),
             ("driver_calls", Value::Object(calls)),
-            ("modelled_driver_ns", json!(self.modelled_driver_ns)),
             ("accesses_checked", json!(self.accesses_checked)),
             ("cross_stream_uses", json!(self.cross_stream_uses)),
             ("early_completions", json!(self.early_completions)),

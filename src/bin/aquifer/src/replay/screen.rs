@@ -205,14 +205,6 @@ impl ReplayReport {
         }
         let total = self.driver_calls.iter().map(|(_, count)| count).sum();
         row(lines, "driver calls", &Count(total).to_string(), &self.calls());
-        if let Some(ns) = self.modelled_driver_ns {
-            row(
-                lines,
-                "driver time",
-                &Nanoseconds(ns as f64).to_string(),
-                "what these calls would take on an H200",
-            );
-        }
         // The last round is the closest to a steady state.
         if let (Some(last), None) = (self.rounds.get(1..).and_then(<[_]>::last), &self.fit) {
             let (round, tally) = (self.rounds.len(), last.tally);

@@ -130,7 +130,7 @@ fn help_and_version_are_no_mistakes() {
 
 /// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object, `a` array, `?` object
 /// or null.
-const FIELDS: [(&str, char); 30] = [
+const FIELDS: [(&str, char); 29] = [
     ("trace", 's'),
     ("device", 's'),
     ("lag", 'n'),
@@ -154,7 +154,6 @@ const FIELDS: [(&str, char); 30] = [
     ("failed_round", 'n'),
     ("ns_per_op", 'n'),
     ("driver_calls", 'o'),
-    ("modelled_driver_ns", 'n'),
     ("accesses_checked", 'n'),
     ("cross_stream_uses", 'n'),
     ("early_completions", 'n'),
@@ -167,15 +166,8 @@ const FIELDS: [(&str, char); 30] = [
 const FIT: [&str; 4] = ["fit_bytes", "ns_per_op_at_fit", "moves_at_fit", "rounds_at_fit"];
 
 /// Fields that may be null.
-const NULL: [&str; 7] = [
-    "lag",
-    "failed_round",
-    "changed_per_cent",
-    "device_of_trace",
-    "ns_per_op",
-    "modelled_driver_ns",
-    "split",
-];
+const NULL: [&str; 6] =
+    ["lag", "failed_round", "changed_per_cent", "device_of_trace", "ns_per_op", "split"];
 
 fn has_fields(value: &Value, further: &[&str]) {
     let object = value.as_object().expect("an object");

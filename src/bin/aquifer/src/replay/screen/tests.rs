@@ -50,7 +50,6 @@ fn clean() -> ReplayReport {
             ("cuEventRecord", 3120),
             ("cuMemAddressReserve", 2),
         ],
-        modelled_driver_ns: Some(159_300_000),
         accesses_checked: 38_750,
         cross_stream_uses: 1375,
         early_completions: 0,
