@@ -17,7 +17,7 @@
 
 pub(crate) mod below;
 
-use crate::program::{Bytes, MAX_OPS, alone, count_operation};
+use crate::program::{Bytes, MAX_OPS, alone};
 use aquifer_core::{Tag, tagged};
 use aquifer_global::{
     Counted, Global, Tracked, Uncounted, allocated_under, capture, held_under, report, route,
@@ -149,7 +149,6 @@ impl Run {
     fn steps(&mut self, bytes: &mut Bytes<'_>, depth: usize) {
         while !bytes.is_empty() && self.ops < MAX_OPS {
             self.ops += 1;
-            count_operation();
             match bytes.choice(24) {
                 0..=6 => self.allocate(bytes),
                 7..=10 => {

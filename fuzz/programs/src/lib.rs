@@ -4,7 +4,6 @@
 //! a model, and panics if an invariant is violated. The tests of this crate run them from seeds,
 //! without a fuzzer or a nightly compiler.
 
-mod adapters;
 pub mod agree;
 mod arena;
 mod budget;

@@ -7,7 +7,7 @@
 #![expect(clippy::expect_used, reason = "a broken promise is told by a panic")]
 
 use crate::{
-    program::{Bytes, MAX_OPS, count_operation, not_beside_alone},
+    program::{Bytes, MAX_OPS, not_beside_alone},
     rig::{IDLE, Open, Rig, access, assert_apart, assert_returned, assert_within, simulated, went},
 };
 use aquifer_core::{Budget, random::SplitMix64};
@@ -66,7 +66,6 @@ pub(crate) fn run(bytes: &[u8]) {
                 break;
             }
             left -= 1;
-            count_operation();
             world.act(act, round, &mut numbers);
             if per_cent > 0 && numbers.below(16) == 0 {
                 world.disturb(&mut numbers);

@@ -1,26 +1,10 @@
 //! Reads bytes as a program of a fuzz target.
 
 use aquifer_core::random::SplitMix64;
-use std::sync::{
-    PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-    atomic::{AtomicU64, Ordering},
-};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Maximum operations of one program: those of a program of some 32,000 bytes.
 pub const MAX_OPS: usize = 8_000;
-
-static OPERATIONS: AtomicU64 = AtomicU64::new(0);
-
-/// Returns the number of operations that the programs of this process have performed.
-#[must_use]
-pub fn operations() -> u64 {
-    OPERATIONS.load(Ordering::Relaxed)
-}
-
-/// Counts one operation of a program that does not use [`Bytes::steps`].
-pub(crate) fn count_operation() {
-    OPERATIONS.fetch_add(1, Ordering::Relaxed);
-}
 
 /// A reader of numbers from bytes. Returns zeros after the end, so that every input is a program.
 ///
@@ -62,7 +46,6 @@ impl<'a> Bytes<'a> {
             if self.is_empty() {
                 return done;
             }
-            count_operation();
             step(self);
         }
         most

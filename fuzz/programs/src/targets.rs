@@ -1,8 +1,8 @@
 //! The fuzz programs by name.
 
 use crate::{
-    adapters, agree, arena, budget, device, global, graphs, heap, ledger, mixed, park, pinned,
-    placement, plan, program::run, registered, share, stable, stager,
+    agree, arena, budget, device, global, graphs, heap, ledger, mixed, park, pinned, placement,
+    plan, program::run, registered, share, stable, stager,
 };
 
 /// A fuzz program and its name.
@@ -15,8 +15,7 @@ pub struct Target {
 }
 
 /// All programs, in order of their names.
-pub const TARGETS: [Target; 21] = [
-    Target { name: "adapters", run: run::<adapters::World> },
+pub const TARGETS: [Target; 20] = [
     Target { name: "agree", run: agree::run },
     Target { name: "arena", run: arena::run },
     Target { name: "budget", run: run::<budget::World> },

@@ -4,10 +4,7 @@
 //! Calls across the end of a range (map, unmap, set access) are not tested: their result depends on
 //! the neighbouring memory. The simulated driver refuses them.
 
-use super::{
-    host::Pages,
-    support::{DEVICE, OwnStream, driver},
-};
+use super::support::{DEVICE, OwnStream, Pages, driver};
 use aquifer_driver::{
     CaptureMode, DeviceId, Driver, HostFlags, Pattern, Pitched, RawStream, Relaxed, Result, Rows,
     sim::{OnViolation, Sim},

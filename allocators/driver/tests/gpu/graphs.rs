@@ -3,7 +3,7 @@
 //! Captures are in thread-local or relaxed mode, unless a test needs global mode and has the device
 //! to itself: in global mode the calls of every other test of this process would break them.
 
-use super::support::{DEVICE, OwnStream, driver, read_back, write};
+use super::support::{DEVICE, OwnStream, driver, read_back};
 use aquifer_driver::{
     CaptureMode, CaptureStatus, Driver, Pattern, RawGraph, RawGraphExec, RawStream, Relaxed, Result,
 };
@@ -23,11 +23,6 @@ fn begin(driver: &Arc<dyn Driver>, stream: RawStream) {
 fn fill(driver: &Arc<dyn Driver>, stream: RawStream, to: u64, byte: u8) {
     // SAFETY: 1. the tests' blocks live until the device is idle. 2. each has one stream at a time.
     unsafe { driver.fill_with(stream, to, Pattern::Byte(byte), BYTES) }.unwrap();
-}
-
-fn copy(driver: &Arc<dyn Driver>, stream: RawStream, to: u64, from: u64) {
-    // SAFETY: 1. and 2. as for a fill.
-    unsafe { driver.copy_on_device(stream, to, from, BYTES) }.unwrap();
 }
 
 fn launch(driver: &Arc<dyn Driver>, exec: RawGraphExec, stream: RawStream) -> Result<()> {
@@ -76,41 +71,6 @@ impl Drop for Blocks<'_> {
             let _ = unsafe { self.driver.mem_free(DEVICE, address) };
         }
     }
-}
-
-#[test]
-fn what_is_captured_runs_at_each_launch_on_whatever_stream() {
-    let Some(driver) = driver() else { return };
-    let (s, u, fork) = (OwnStream::new(&driver), OwnStream::new(&driver), OwnStream::new(&driver));
-    let blocks = Blocks::new(&driver);
-    let [x, y, z] = blocks.at;
-    for block in blocks.at {
-        write(&driver, s.raw, block, &vec![0; BYTES as usize]);
-    }
-    begin(&driver, s.raw);
-    copy(&driver, s.raw, y, x);
-    order(&driver, s.raw, fork.raw);
-    copy(&driver, fork.raw, z, y);
-    order(&driver, fork.raw, s.raw);
-    fill(&driver, s.raw, y, 9);
-    let graph = driver.capture_end(s.raw).unwrap();
-    let exec = driver.graph_instantiate(graph).unwrap();
-    destroy(&driver, graph);
-    assert_eq!(read_back(&driver, s.raw, z, 8), [0; 8], "nothing has run");
-    for byte in 1..=20 {
-        let stream = if byte % 2 == 0 { &s } else { &u };
-        write(&driver, stream.raw, x, &vec![byte; BYTES as usize]);
-        launch(&driver, exec, stream.raw).unwrap();
-        assert_eq!(read_back(&driver, stream.raw, z, BYTES as usize), vec![byte; BYTES as usize]);
-        assert_eq!(read_back(&driver, stream.raw, y, 8), [9; 8]);
-    }
-    // Two launches that are ordered only because they share an executable.
-    launch(&driver, exec, s.raw).unwrap();
-    launch(&driver, exec, u.raw).unwrap();
-    destroy_exec(&driver, exec);
-    u.synchronize();
-    s.synchronize();
-    assert_eq!(read_back(&driver, s.raw, z, 8), [20; 8]);
 }
 
 #[test]
@@ -259,36 +219,4 @@ fn mapping_leaves_a_capture_alone_and_its_graph_runs_over_what_is_mapped_later()
     unmap(second);
     // SAFETY: 1. nothing is mapped there.
     unsafe { driver.address_free(DEVICE, range, granule) }.unwrap();
-}
-
-#[test]
-fn a_hundred_thousand_launches_beside_other_traffic_write_what_they_should() {
-    const LAUNCHES: u32 = 100_000;
-    const SMALL: u64 = 4096;
-    let Some(driver) = driver() else { return };
-    let (s, u) = (OwnStream::new(&driver), OwnStream::new(&driver));
-    let blocks = Blocks::new(&driver);
-    let [x, y, other] = blocks.at;
-    // SAFETY: throughout: 1. the blocks live until the device is idle. 2. each stream has its own.
-    unsafe {
-        driver.fill(s.raw, x, 1, SMALL).unwrap();
-        begin(&driver, s.raw);
-        driver.copy_on_device(s.raw, y, x, SMALL).unwrap();
-        driver.fill(s.raw, x, 2, SMALL).unwrap();
-        driver.copy_on_device(s.raw, x, y, SMALL).unwrap();
-    }
-    let graph = driver.capture_end(s.raw).unwrap();
-    let exec = driver.graph_instantiate(graph).unwrap();
-    for round in 0..LAUNCHES {
-        launch(&driver, exec, s.raw).unwrap();
-        if round % 8 == 0 {
-            // SAFETY: as above.
-            unsafe { driver.fill(u.raw, other, round as u8, SMALL) }.unwrap();
-        }
-    }
-    assert_eq!(read_back(&driver, s.raw, x, SMALL as usize), vec![1; SMALL as usize]);
-    assert_eq!(read_back(&driver, s.raw, y, SMALL as usize), vec![1; SMALL as usize]);
-    u.synchronize();
-    destroy_exec(&driver, exec);
-    destroy(&driver, graph);
 }

@@ -1,4 +1,6 @@
-//! Tests of every call of the CUDA driver on a real GPU, through `Arc<dyn Driver>`.
+//! Tests of the CUDA driver on a real GPU, through `Arc<dyn Driver>`. What its copies, fills,
+//! mappings and graphs leave in memory is compared with the simulator in
+//! `fuzz/programs/tests/suite/agree.rs`.
 //!
 //! Without a GPU each test prints `skipped: …`. With `AQUIFER_REQUIRE_GPU=1` that is a failure.
 #![cfg_attr(
@@ -24,8 +26,6 @@ mod gpu;
 #[cfg(feature = "cuda")]
 mod graphs;
 #[cfg(feature = "cuda")]
-mod host;
-#[cfg(feature = "cuda")]
 mod ipc;
 #[cfg(feature = "cuda")]
 mod lend;
@@ -34,11 +34,7 @@ mod order;
 #[cfg(feature = "cuda")]
 mod pools;
 #[cfg(feature = "cuda")]
-mod rows;
-#[cfg(feature = "cuda")]
 mod support;
-#[cfg(feature = "cuda")]
-mod virtual_memory;
 
 #[cfg(not(feature = "cuda"))]
 #[test]

@@ -1,6 +1,8 @@
-//! Tests of single allocations, and of the driver's own pools.
+//! Tests of single allocations, address ranges, the driver's own pools, and a second device.
 
-use super::support::{DEVICE, OwnStream, driver, read_back};
+use super::support::{DEVICE, OwnStream, driver, read_back, write};
+use aquifer_driver::DeviceId;
+use std::ptr::NonNull;
 
 #[test]
 fn an_allocation_is_aligned_and_its_own() {
@@ -90,4 +92,57 @@ fn a_pool_never_holds_more_than_its_maximum() {
     stream.synchronize();
     // SAFETY: 1. the pool is this test's own.
     unsafe { driver.pool_destroy(pool) }.unwrap();
+}
+
+#[test]
+fn an_alignment_that_is_asked_for_is_given() {
+    let Some(driver) = driver() else { return };
+    let info = driver.device_info(DEVICE).unwrap();
+    if !info.virtual_memory {
+        println!("skipped: {} has no virtual memory management", info.name);
+        return;
+    }
+    let granule = info.granularity;
+    let align = 64 * granule;
+    let range = driver.address_reserve(DEVICE, granule, align).unwrap();
+    assert_eq!(range % align, 0);
+    // SAFETY: 1. nothing was mapped in it.
+    unsafe { driver.address_free(DEVICE, range, granule) }.unwrap();
+}
+
+#[test]
+fn bytes_go_from_one_device_to_another() {
+    const BYTES: usize = 1 << 20;
+    let Some(driver) = driver() else { return };
+    if driver.device_count().unwrap() < 2 {
+        println!("skipped: one device only");
+        return;
+    }
+    let other = DeviceId(1);
+    let stream = OwnStream::new(&driver);
+    let s = stream.raw;
+    let [x, y] = [0, 1].map(|_| driver.mem_alloc(DEVICE, BYTES as u64).unwrap());
+    let there = driver.mem_alloc(other, BYTES as u64).unwrap();
+    let counted: Vec<u8> = (0..BYTES).map(|i| (i % 249) as u8).collect();
+    write(&driver, s, x, &counted);
+    // SAFETY: 1. all three live until the stream is idle. 2. one stream.
+    unsafe {
+        driver.fill(s, y, 0, BYTES as u64).unwrap();
+        driver.copy_on_device(s, there, x, BYTES as u64).unwrap();
+        driver.copy_on_device(s, y, there, BYTES as u64).unwrap();
+    }
+    assert!(read_back(&driver, s, y, BYTES) == counted);
+    let mut back = vec![0u8; BYTES];
+    let far = driver.stream_create(other, 0).unwrap();
+    // SAFETY: 1. the block is idle and lives on; the stream belongs to this test and is destroyed
+    // once. 2. nothing else runs.
+    unsafe {
+        driver.copy_to_host(far, NonNull::from(&mut back[..]).cast(), there, BYTES).unwrap();
+        driver.stream_synchronize(far).unwrap();
+        driver.stream_destroy(far).unwrap();
+        driver.mem_free(other, there).unwrap();
+        driver.mem_free(DEVICE, x).unwrap();
+        driver.mem_free(DEVICE, y).unwrap();
+    }
+    assert!(back == counted);
 }

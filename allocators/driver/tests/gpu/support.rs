@@ -2,7 +2,13 @@
 
 use super::gpu::skip;
 use aquifer_driver::{DeviceId, Driver, RawStream, cuda::CudaDriver};
-use std::{ptr::NonNull, sync::Arc};
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc},
+    ptr::NonNull,
+    sync::Arc,
+};
+
+const PAGE: usize = 4096;
 
 /// The device that the tests run on.
 pub(crate) const DEVICE: DeviceId = DeviceId(0);
@@ -69,4 +75,31 @@ pub(crate) fn write(driver: &Arc<dyn Driver>, stream: RawStream, to: u64, bytes:
     // 2. nothing else uses either.
     unsafe { driver.copy_to_device(stream, to, NonNull::from(bytes).cast(), bytes.len()) }.unwrap();
     driver.stream_synchronize(stream).unwrap();
+}
+
+/// Whole pages of ordinary memory.
+pub(crate) struct Pages {
+    pub(crate) at: NonNull<u8>,
+    bytes: usize,
+}
+
+impl Pages {
+    pub(crate) fn new(bytes: usize) -> Self {
+        let layout = Layout::from_size_align(bytes, PAGE).unwrap();
+        // SAFETY: 1. the layout is not empty.
+        let at = NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap();
+        Self { at, bytes }
+    }
+
+    pub(crate) fn half(&self) -> NonNull<u8> {
+        // SAFETY: 1. inside the allocation.
+        unsafe { self.at.add(self.bytes / 2) }
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: 1. allocated with this layout.
+        unsafe { dealloc(self.at.as_ptr(), Layout::from_size_align(self.bytes, PAGE).unwrap()) };
+    }
 }

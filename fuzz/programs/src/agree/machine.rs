@@ -2,14 +2,18 @@
 #![expect(unsafe_code, reason = "makes driver calls whose conditions the generator has met")]
 
 use super::{
-    EVENTS, GRANULE, HOSTS, HostPart, Made, Outcome, Part, Place, RANGE,
+    EVENTS, GRANULE, HOSTS, HostPart, Outcome, Part, Place, RANGE,
     host::{Hosts, digest},
 };
 use aquifer_driver::{
     CaptureMode, DeviceId, Driver, HostFlags, Pattern, PhysicalHandle, Pitched, PoolHandle,
     RawEvent, RawGraphExec, RawStream, Result, Rows,
 };
-use std::{collections::BTreeMap, ptr::NonNull, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ptr::NonNull,
+    sync::Arc,
+};
 
 /// Polls before the host blocks instead.
 const POLLS: u32 = 1 << 20;
@@ -25,24 +29,23 @@ pub(super) enum Side {
 
 /// What a running program has of a driver. Streams, events, slots and handles are indices.
 pub(super) struct Machine {
-    pub(super) driver: Arc<dyn Driver>,
-    pub(super) device: DeviceId,
-    pub(super) streams: Vec<RawStream>,
-    pub(super) events: Vec<RawEvent>,
-    pub(super) pool: PoolHandle,
-    pub(super) range: u64,
+    driver: Arc<dyn Driver>,
+    device: DeviceId,
+    streams: Vec<RawStream>,
+    events: Vec<RawEvent>,
+    pool: PoolHandle,
+    range: u64,
     pub(super) hosts: Hosts,
     /// Address, size, and whether it is from the pool.
-    pub(super) blocks: BTreeMap<usize, (u64, u64, bool)>,
-    pub(super) handles: BTreeMap<usize, PhysicalHandle>,
+    blocks: BTreeMap<usize, (u64, u64, bool)>,
+    handles: BTreeMap<usize, PhysicalHandle>,
     /// Sizes in granules, by start.
     mappings: BTreeMap<u64, u64>,
     graph: Option<RawGraphExec>,
-    /// The mistake that is being made.
-    pub(super) mistake: Option<&'static str>,
     /// Whether no stream waits for another.
     careless: bool,
-    outcome: Outcome,
+    /// The calls made so far.
+    calls: BTreeSet<&'static str>,
 }
 
 impl Machine {
@@ -66,40 +69,26 @@ impl Machine {
             handles: BTreeMap::new(),
             mappings: BTreeMap::new(),
             graph: None,
-            mistake: None,
             careless,
-            outcome: Outcome { bytes: Vec::new(), codes: Vec::new(), made: Vec::new() },
+            calls: BTreeSet::new(),
         })
     }
 
-    /// Records the code of a call and returns its value.
-    pub(super) fn note<T>(&mut self, call: &'static str, result: Result<T>) -> Option<T> {
-        self.note_if(call, Some(result))
+    /// Notes a call and returns its value. Programs are valid, so a driver refuses none of theirs.
+    fn made<T>(&mut self, call: &'static str, result: Result<T>) -> T {
+        self.calls.insert(call);
+        match result {
+            Ok(value) => value,
+            Err(refused) => panic!("{call}: {refused}"),
+        }
     }
 
-    /// Records a call, or that it could not be made because its object was not created.
-    pub(super) fn note_if<T>(
-        &mut self,
-        call: &'static str,
-        result: Option<Result<T>>,
-    ) -> Option<T> {
-        self.outcome.made.push(Made { call, mistake: self.mistake });
-        self.outcome.codes.push(match &result {
-            None => Outcome::SKIPPED,
-            Some(Ok(_)) => 0,
-            Some(Err(refused)) => refused.code,
-        });
-        result?.ok()
-    }
-
-    fn address(&self, part: Part) -> Option<u64> {
+    fn address(&self, part: Part) -> u64 {
         let start = match part.place {
-            Place::Block(slot) => self.blocks.get(&slot)?.0,
-            Place::Mapping(at) => {
-                self.mappings.contains_key(&at).then(|| self.range + at * GRANULE)?
-            }
+            Place::Block(slot) => self.blocks[&slot].0,
+            Place::Mapping(at) => self.range + at * GRANULE,
         };
-        Some(start + part.offset)
+        start + part.offset
     }
 
     /// Allocates a block, from the driver's pool if a stream is named.
@@ -107,100 +96,81 @@ impl Machine {
         let address = match stream {
             Some(stream) => {
                 let result = self.driver.pool_alloc(self.pool, self.streams[stream], bytes);
-                self.note("pool_alloc", result)
+                self.made("pool_alloc", result)
             }
             None => {
                 let result = self.driver.mem_alloc(self.device, bytes);
-                self.note("mem_alloc", result)
+                self.made("mem_alloc", result)
             }
         };
-        if let Some(address) = address {
-            self.blocks.insert(slot, (address, bytes, stream.is_some()));
-        }
+        self.blocks.insert(slot, (address, bytes, stream.is_some()));
     }
 
     /// Frees a block, in the order of a stream if it is from the pool.
     pub(super) fn free(&mut self, slot: usize, stream: Option<usize>) {
-        let block = self.blocks.remove(&slot);
+        let Some((address, ..)) = self.blocks.remove(&slot) else { return };
         // SAFETY: 1. the block is freed to the allocator that it came from. 2. every use is ordered
         // before the free, for the stream or for the host.
-        let free = |(address, ..): (u64, u64, bool)| unsafe {
+        let result = unsafe {
             match stream {
                 Some(stream) => self.driver.pool_free(self.streams[stream], address),
                 None => self.driver.mem_free(self.device, address),
             }
         };
-        let result = block.map(free);
-        self.note_if(if stream.is_some() { "pool_free" } else { "mem_free" }, result);
+        self.made(if stream.is_some() { "pool_free" } else { "mem_free" }, result);
     }
 
     /// Creates physical memory.
     pub(super) fn create(&mut self, handle: usize, granules: u64) {
         let result = self.driver.handle_create(self.device, granules * GRANULE);
-        if let Some(raw) = self.note("handle_create", result) {
-            self.handles.insert(handle, raw);
-        }
+        let raw = self.made("handle_create", result);
+        self.handles.insert(handle, raw);
     }
 
     /// Releases physical memory. It stays alive while it is mapped.
     pub(super) fn release(&mut self, handle: usize) {
+        let Some(raw) = self.handles.remove(&handle) else { return };
         // SAFETY: 1. the only copy was just removed.
-        let release = |raw| unsafe { self.driver.handle_release(raw) };
-        let result = self.handles.remove(&handle).map(release);
-        self.note_if("handle_release", result);
+        let result = unsafe { self.driver.handle_release(raw) };
+        self.made("handle_release", result);
     }
 
     /// Maps a whole handle and gives the device access.
     pub(super) fn map(&mut self, handle: usize, at: u64, granules: u64) {
         let (address, bytes) = (self.range + at * GRANULE, granules * GRANULE);
-        if !self.handles.contains_key(&handle) {
-            self.note_if::<()>("map", None);
-        } else if self.map_at(handle, address, granules).is_none() {
-            self.note_if::<()>("set_access", None);
-        } else {
-            let result = self.driver.set_access(address, bytes, &[self.device]);
-            self.note("set_access", result);
-            self.mappings.insert(at, granules);
-        }
-    }
-
-    /// Maps a whole handle at an address.
-    pub(super) fn map_at(&mut self, handle: usize, address: u64, granules: u64) -> Option<()> {
         // SAFETY: 1. nothing is mapped there, and the host has waited for all earlier uses of the
-        // addresses; or it is violated on purpose.
-        let map = |&raw| unsafe { self.driver.map(address, granules * GRANULE, raw) };
-        let result = self.handles.get(&handle).map(map);
-        self.note_if("map", result)
+        // addresses.
+        let result = unsafe { self.driver.map(address, bytes, self.handles[&handle]) };
+        self.made("map", result);
+        let result = self.driver.set_access(address, bytes, &[self.device]);
+        self.made("set_access", result);
+        self.mappings.insert(at, granules);
     }
 
     pub(super) fn unmap(&mut self, at: u64) {
-        let granules = self.mappings.remove(&at);
+        let Some(granules) = self.mappings.remove(&at) else { return };
         // SAFETY: 1. the host has waited for all work that uses these addresses.
-        let unmap = |granules| unsafe {
+        let result = unsafe {
             self.driver.unmap(self.device, self.range + at * GRANULE, granules * GRANULE)
         };
-        let result = granules.map(unmap);
-        self.note_if("unmap", result);
+        self.made("unmap", result);
     }
 
     pub(super) fn fill(&mut self, stream: usize, to: Part, byte: u8) {
+        let address = self.address(to);
         // SAFETY: 1. the part is mapped until the host has waited for the stream. 2. the program
         // has no races.
-        let fill =
-            |address| unsafe { self.driver.fill(self.streams[stream], address, byte, to.bytes) };
-        let result = self.address(to).map(fill);
-        self.note_if("fill", result);
+        let result = unsafe { self.driver.fill(self.streams[stream], address, byte, to.bytes) };
+        self.made("fill", result);
     }
 
     /// Fills device memory with elements. The part is aligned to their size.
     pub(super) fn fill_with(&mut self, stream: usize, to: Part, pattern: Pattern) {
-        let count = to.bytes / pattern.bytes();
+        let (address, count) = (self.address(to), to.bytes / pattern.bytes());
         // SAFETY: 1. and 2. as above.
-        let fill = |address| unsafe {
-            self.driver.fill_with(self.streams[stream], address, pattern, count)
-        };
-        let result = self.address(to).map(fill);
-        self.note_if("fill_with", result);
+        let result =
+            unsafe { self.driver.fill_with(self.streams[stream], address, pattern, count) };
+        self.made("fill_with", result);
     }
 
     /// Fills rows of `rows.width` elements in a part of device memory.
@@ -211,12 +181,10 @@ impl Machine {
         pattern: Pattern,
         (pitch, rows): (u64, Rows),
     ) {
+        let to = Pitched { start: self.address(to), pitch };
         // SAFETY: 1. and 2. as above: the rows lie in the part.
-        let fill = |start| unsafe {
-            self.driver.fill_2d(self.streams[stream], Pitched { start, pitch }, pattern, rows)
-        };
-        let result = self.address(to).map(fill);
-        self.note_if("fill_2d", result);
+        let result = unsafe { self.driver.fill_2d(self.streams[stream], to, pattern, rows) };
+        self.made("fill_2d", result);
     }
 
     /// Copies all of a part, or rows with these pitches. The two sides never overlap.
@@ -228,129 +196,114 @@ impl Machine {
         rows: Option<(u64, u64, Rows)>,
     ) {
         let (driver, stream) = (&self.driver, self.streams[stream]);
-        let (whole, by_rows) = match (from, to) {
-            (Side::Host(_), _) => ("copy_to_device", "copy_2d_to_device"),
-            (_, Side::Host(_)) => ("copy_to_host", "copy_2d_to_host"),
-            _ => ("copy_on_device", "copy_2d_on_device"),
-        };
+        let device = |part, pitch| Pitched { start: self.address(part), pitch };
+        let host = |part, pitch| Pitched { start: self.hosts.address(part), pitch };
         // SAFETY: throughout: 1. both sides live until the host has waited for the stream, and the
         // rows lie in their parts. 2. the program has no races.
-        let copy = || unsafe {
-            Some(match (from, to, rows) {
+        let (call, result) = unsafe {
+            match (from, to, rows) {
                 (Side::Host(from), Side::Device(to), None) => {
-                    let to = self.address(to)?;
-                    driver.copy_to_device(stream, to, self.hosts.address(from), from.bytes)
+                    let (to, start) = (self.address(to), self.hosts.address(from));
+                    ("copy_to_device", driver.copy_to_device(stream, to, start, from.bytes))
                 }
                 (Side::Device(from), Side::Host(to), None) => {
-                    let from = self.address(from)?;
-                    driver.copy_to_host(stream, self.hosts.address(to), from, to.bytes)
+                    let (start, from) = (self.hosts.address(to), self.address(from));
+                    ("copy_to_host", driver.copy_to_host(stream, start, from, to.bytes))
                 }
                 (Side::Device(from), Side::Device(to), None) => {
-                    let (start, bytes) = (self.address(from)?, to.bytes);
-                    driver.copy_on_device(stream, self.address(to)?, start, bytes)
+                    let (start, from) = (self.address(to), self.address(from));
+                    ("copy_on_device", driver.copy_on_device(stream, start, from, to.bytes))
                 }
                 (Side::Host(from), Side::Device(to), Some((from_pitch, pitch, rows))) => {
-                    let to = Pitched { start: self.address(to)?, pitch };
-                    let from = Pitched { start: self.hosts.address(from), pitch: from_pitch };
-                    driver.copy_2d_to_device(stream, to, from, rows)
+                    let (to, from) = (device(to, pitch), host(from, from_pitch));
+                    ("copy_2d_to_device", driver.copy_2d_to_device(stream, to, from, rows))
                 }
                 (Side::Device(from), Side::Host(to), Some((from_pitch, pitch, rows))) => {
-                    let from = Pitched { start: self.address(from)?, pitch: from_pitch };
-                    let to = Pitched { start: self.hosts.address(to), pitch };
-                    driver.copy_2d_to_host(stream, to, from, rows)
+                    let (to, from) = (host(to, pitch), device(from, from_pitch));
+                    ("copy_2d_to_host", driver.copy_2d_to_host(stream, to, from, rows))
                 }
                 (Side::Device(from), Side::Device(to), Some((from_pitch, pitch, rows))) => {
-                    let from = Pitched { start: self.address(from)?, pitch: from_pitch };
-                    let to = Pitched { start: self.address(to)?, pitch };
-                    driver.copy_2d_on_device(stream, to, from, rows)
+                    let (to, from) = (device(to, pitch), device(from, from_pitch));
+                    ("copy_2d_on_device", driver.copy_2d_on_device(stream, to, from, rows))
                 }
-                (Side::Host(_), Side::Host(_), _) => return None,
-            })
+                (Side::Host(_), Side::Host(_), _) => return,
+            }
         };
-        let result = copy();
-        self.note_if(if rows.is_some() { by_rows } else { whole }, result);
+        self.made(call, result);
     }
 
     pub(super) fn record(&mut self, event: usize, stream: usize) {
         let result = self.driver.event_record(self.events[event], self.streams[stream]);
-        self.note("event_record", result);
+        self.made("event_record", result);
     }
 
     pub(super) fn wait(&mut self, stream: usize, event: usize) {
         if !self.careless {
-            self.wait_always(stream, event);
+            let result = self.driver.stream_wait_event(self.streams[stream], self.events[event]);
+            self.made("stream_wait_event", result);
         }
-    }
-
-    pub(super) fn wait_always(&mut self, stream: usize, event: usize) {
-        let result = self.driver.stream_wait_event(self.streams[stream], self.events[event]);
-        self.note("stream_wait_event", result);
     }
 
     pub(super) fn synchronize(&mut self, stream: usize) {
         let result = self.driver.stream_synchronize(self.streams[stream]);
-        self.note("stream_synchronize", result);
+        self.made("stream_synchronize", result);
     }
 
     pub(super) fn synchronize_event(&mut self, event: usize) {
         let result = self.driver.event_synchronize(self.events[event]);
-        self.note("event_synchronize", result);
+        self.made("event_synchronize", result);
     }
 
     pub(super) fn poll(&mut self, stream: usize) {
         let (driver, stream) = (&self.driver, self.streams[stream]);
         let result = poll(|| driver.stream_query(stream), || driver.stream_synchronize(stream));
-        self.note("stream_query", result);
+        self.made("stream_query", result);
     }
 
     pub(super) fn poll_event(&mut self, event: usize) {
         let (driver, event) = (&self.driver, self.events[event]);
         let result = poll(|| driver.event_query(event), || driver.event_synchronize(event));
-        self.note("event_query", result);
+        self.made("event_query", result);
     }
 
     /// Begins a capture. Copies, fills, records and waits up to its end become part of it.
     pub(super) fn capture_begin(&mut self, stream: usize, mode: CaptureMode) {
         let result = self.driver.capture_begin(self.streams[stream], mode);
-        self.note("capture_begin", result);
+        self.made("capture_begin", result);
     }
 
     /// Ends a capture and instantiates an executable graph.
     pub(super) fn capture_end(&mut self, stream: usize) {
         let result = self.driver.capture_end(self.streams[stream]);
-        let Some(captured) = self.note("capture_end", result) else {
-            self.note_if::<()>("graph_instantiate", None);
-            self.note_if::<()>("graph_destroy", None);
-            return;
-        };
+        let captured = self.made("capture_end", result);
         let result = self.driver.graph_instantiate(captured);
-        self.graph = self.note("graph_instantiate", result);
+        self.graph = Some(self.made("graph_instantiate", result));
         // SAFETY: 1. no copy of the handle is kept.
         let result = unsafe { self.driver.graph_destroy(captured) };
-        self.note("graph_destroy", result);
+        self.made("graph_destroy", result);
     }
 
     /// Launches the executable graph.
     pub(super) fn launch(&mut self, stream: usize) {
+        let Some(exec) = self.graph else { return };
         // SAFETY: 1. what its nodes use lives until the host has waited for the stream. 2. the
         // program has no races.
-        let launch = |exec| unsafe { self.driver.graph_launch(exec, self.streams[stream]) };
-        let result = self.graph.map(launch);
-        self.note_if("graph_launch", result);
+        let result = unsafe { self.driver.graph_launch(exec, self.streams[stream]) };
+        self.made("graph_launch", result);
     }
 
     /// Destroys the executable graph, with or without pending launches.
     pub(super) fn graph_end(&mut self) {
+        let Some(exec) = self.graph.take() else { return };
         // SAFETY: 1. the only copy was just removed.
-        let destroy = |exec| unsafe { self.driver.graph_exec_destroy(exec) };
-        let result = self.graph.take().map(destroy);
-        self.note_if("graph_exec_destroy", result);
+        let result = unsafe { self.driver.graph_exec_destroy(exec) };
+        self.made("graph_exec_destroy", result);
     }
 
     /// Waits for all work, reads all contents, and frees everything.
     pub(super) fn finish(mut self) -> Result<Outcome> {
         (0..self.streams.len()).for_each(|stream| self.synchronize(stream));
-        self.read_all()?;
+        let contents = self.read_all()?;
         let blocks: Vec<_> =
             self.blocks.iter().map(|(&slot, &(.., pooled))| (slot, pooled.then_some(0))).collect();
         for (slot, stream) in blocks {
@@ -367,28 +320,28 @@ impl Machine {
         // of the handle is kept.
         unsafe {
             let result = self.driver.address_free(self.device, self.range, RANGE * GRANULE);
-            self.note("address_free", result);
+            self.made("address_free", result);
             let result = self.driver.pool_destroy(self.pool);
-            self.note("pool_destroy", result);
+            self.made("pool_destroy", result);
             for event in std::mem::take(&mut self.events) {
                 let result = self.driver.event_destroy(event);
-                self.note("event_destroy", result);
+                self.made("event_destroy", result);
             }
             for stream in std::mem::take(&mut self.streams) {
                 let result = self.driver.stream_destroy(stream);
-                self.note("stream_destroy", result);
+                self.made("stream_destroy", result);
             }
         }
         let mut ended = Vec::new();
         self.hosts.end(|call, result| ended.push((call, result)));
         for (call, result) in ended {
-            self.note(call, result);
+            self.made(call, result);
         }
-        Ok(self.outcome)
+        Ok(Outcome { contents, calls: self.calls })
     }
 
     /// Computes the digests of every block, every mapping and every host buffer.
-    fn read_all(&mut self) -> Result<()> {
+    fn read_all(&self) -> Result<Vec<u64>> {
         let blocks = self.blocks.values().map(|&(address, bytes, _)| (address, bytes));
         let mappings = self
             .mappings
@@ -403,8 +356,7 @@ impl Machine {
         // SAFETY: 1. it came from the driver. 2. every copy into it is complete.
         unsafe { self.driver.host_free(self.device, scratch) }?;
         let hosts = (0..HOSTS.len()).map(|host| self.hosts.digest(host));
-        self.outcome.bytes = digests?.into_iter().chain(hosts).flat_map(u64::to_le_bytes).collect();
-        Ok(())
+        Ok(digests?.into_iter().chain(hosts).collect())
     }
 
     fn read(&self, scratch: NonNull<u8>, address: u64, bytes: usize) -> Result<u64> {

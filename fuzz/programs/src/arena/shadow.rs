@@ -44,7 +44,7 @@ fn is(start: NonNull<u8>, from: usize, to: usize, stamp: u8) -> bool {
 
 impl Shadow {
     /// Performs one operation on `allocator`, chosen by the next bytes.
-    pub(crate) fn step(&mut self, allocator: &(impl Allocator + ?Sized), bytes: &mut Bytes<'_>) {
+    pub(crate) fn step(&mut self, allocator: &impl Allocator, bytes: &mut Bytes<'_>) {
         match bytes.choice(10) {
             0..=3 => self.allocate(allocator, bytes),
             4 | 5 => self.free(allocator, bytes),
@@ -91,7 +91,7 @@ impl Shadow {
         self.blocks.push(Block { start, layout, bytes, stamp });
     }
 
-    fn allocate(&mut self, allocator: &(impl Allocator + ?Sized), bytes: &mut Bytes<'_>) {
+    fn allocate(&mut self, allocator: &impl Allocator, bytes: &mut Bytes<'_>) {
         let (layout, zeroed) = (Self::layout(bytes, 0), bytes.flag());
         if self.blocks.len() >= MAX_BLOCKS {
             return;
@@ -103,7 +103,7 @@ impl Shadow {
         self.keep(answer, layout, 0, None);
     }
 
-    fn free(&mut self, allocator: &(impl Allocator + ?Sized), bytes: &mut Bytes<'_>) {
+    fn free(&mut self, allocator: &impl Allocator, bytes: &mut Bytes<'_>) {
         let Some(which) = self.pick(bytes) else { return };
         let block = self.blocks.swap_remove(which);
         let layout = Self::fitting(&block, bytes);
@@ -111,7 +111,7 @@ impl Shadow {
         unsafe { allocator.deallocate(block.start, layout) };
     }
 
-    fn grow(&mut self, allocator: &(impl Allocator + ?Sized), bytes: &mut Bytes<'_>) {
+    fn grow(&mut self, allocator: &impl Allocator, bytes: &mut Bytes<'_>) {
         let Some(which) = self.pick(bytes) else { return };
         let block = self.blocks.swap_remove(which);
         let (old, zeroed) = (Self::fitting(&block, bytes), bytes.flag());
@@ -142,7 +142,7 @@ impl Shadow {
         }
     }
 
-    fn shrink(&mut self, allocator: &(impl Allocator + ?Sized), bytes: &mut Bytes<'_>) {
+    fn shrink(&mut self, allocator: &impl Allocator, bytes: &mut Bytes<'_>) {
         let Some(which) = self.pick(bytes) else { return };
         let block = self.blocks.swap_remove(which);
         let old = Self::fitting(&block, bytes);
@@ -196,14 +196,6 @@ impl Shadow {
     /// Drops the blocks of an arena, which are not used any more.
     pub(crate) fn forget(&mut self) {
         self.blocks.clear();
-    }
-
-    /// Frees everything.
-    pub(crate) fn drain(&mut self, allocator: &(impl Allocator + ?Sized), bytes: &mut Bytes<'_>) {
-        self.check();
-        while !self.blocks.is_empty() {
-            self.free(allocator, bytes);
-        }
     }
 
     /// Checks all blocks.

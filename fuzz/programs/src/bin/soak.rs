@@ -16,7 +16,7 @@
 
 use aquifer_programs::{
     minimise::minimise,
-    program::{length, operations, seeded},
+    program::{length, seeded},
     targets::{self, TARGETS, Target},
 };
 use std::{
@@ -47,8 +47,8 @@ const MINIMISE: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(2);
 /// Maximum length of a panic message in the output.
 const MESSAGE: usize = 200;
-/// The width of a worker's line, which has four numbers.
-const LINE: usize = 4 * 21;
+/// The width of a worker's line, which has two numbers.
+const LINE: usize = 2 * 21;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
@@ -79,29 +79,19 @@ fn find(name: &str) -> Result<Target, Failed> {
 struct Progress {
     seed: u64,
     programs: u64,
-    operations: u64,
-    micros: u64,
 }
 
 impl Progress {
     fn write(&self, file: &File) -> std::io::Result<()> {
-        let Self { seed, programs, operations, micros } = self;
-        let line = format!("{seed:21}{programs:21}{operations:21}{micros:21}");
+        let Self { seed, programs } = self;
+        let line = format!("{seed:21}{programs:21}");
         file.write_all_at(line.as_bytes(), 0)
     }
 
     fn read(path: &Path) -> Option<Self> {
         let line = fs::read_to_string(path).ok().filter(|line| line.len() == LINE)?;
-        let numbers: Vec<u64> =
-            line.split_whitespace().map_while(|number| number.parse().ok()).collect();
-        let &[seed, programs, operations, micros] = &numbers[..] else { return None };
-        Some(Self { seed, programs, operations, micros })
-    }
-
-    fn add(&mut self, other: &Self) {
-        self.programs += other.programs;
-        self.operations += other.operations;
-        self.micros += other.micros;
+        let mut numbers = line.split_whitespace().map_while(|number| number.parse().ok());
+        Some(Self { seed: numbers.next()?, programs: numbers.next()? })
     }
 }
 
@@ -117,8 +107,6 @@ fn work(target: &str, seed: &str, millis: &str, line: &Path) -> Result<bool, Fai
         progress.write(&file)?;
         (target.run)(&seeded(progress.seed, length(progress.seed)));
         progress.programs += 1;
-        progress.operations = operations();
-        progress.micros = begun.elapsed().as_micros() as u64;
     }
     progress.write(&file)?;
     Ok(true)
@@ -283,7 +271,8 @@ fn minimise_one(target: &str, seed: &str, length: &str) -> Result<bool, Failed> 
 /// The state shared by all cores.
 struct Table {
     targets: Vec<Target>,
-    done: Vec<Progress>,
+    /// The programs run of each target.
+    done: Vec<u64>,
     /// The time given to each target, including running slices.
     given: Vec<Duration>,
     findings: Vec<Finding>,
@@ -302,20 +291,11 @@ impl Table {
     }
 
     fn print(&self) {
-        println!(
-            "\n{:<10} {:>9} {:>11} {:>12} {:>9}",
-            "target", "programs", "operations", "operations/s", "findings"
-        );
+        println!("\n{:<10} {:>9} {:>9}", "target", "programs", "findings");
         for (target, done) in self.targets.iter().zip(&self.done) {
-            let rate = (done.operations * 1_000_000).checked_div(done.micros).unwrap_or(0);
             let of = |finding: &&Finding| finding.target == target.name;
-            println!(
-                "{:<10} {:>9} {:>11} {rate:>12} {:>9}",
-                target.name,
-                done.programs,
-                done.operations,
-                self.findings.iter().filter(of).count()
-            );
+            let findings = self.findings.iter().filter(of).count();
+            println!("{:<10} {done:>9} {findings:>9}", target.name);
         }
     }
 }
@@ -347,7 +327,7 @@ fn soak(arguments: &[&str]) -> Result<bool, Failed> {
     let count = targets.len();
     let table = Mutex::new(Table {
         targets,
-        done: vec![Progress::default(); count],
+        done: vec![0; count],
         given: vec![Duration::ZERO; count],
         findings: Vec::new(),
         seed,
@@ -411,7 +391,7 @@ fn run_slice(
         since.elapsed() < PATIENCE
     })?;
     let progress = Progress::read(&line).unwrap_or_default();
-    lock(table).done[at].add(&progress);
+    lock(table).done[at] += progress.programs;
     let symptom = match status {
         Some(status) if status.success() => return Ok(()),
         Some(status) => Symptom::of(status, &fs::read_to_string(&said)?),
