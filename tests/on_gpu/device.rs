@@ -11,13 +11,12 @@ use crate::first_gpu::{
     gpu::{SPIN, fill},
 };
 use aquifer::{
-    Access, Block, Budget, Debugging, DeviceBuffer, DevicePool, Direct, MemoryError, PinnedBuf,
-    PoolConfig, Request, Resource, Stream, StreamOrdered,
+    Access, Block, Budget, Debugging, DeviceBuffer, DevicePool, Direct, MemoryError, PoolConfig,
+    Request, Resource, Stream, StreamOrdered,
     cuda::{Lend, keep_alive, raw_stream},
     device::{Adoption, Fault, POISON_ALLOCATED},
     driver::Call,
     stream::StreamLifetime,
-    vec::Vec as PinnedVec,
 };
 use cudarc::driver::{CudaStream, LaunchConfig, PushKernelArg};
 use std::{env, sync::Arc, thread};
@@ -156,26 +155,6 @@ fn without_a_recorded_use_the_slow_kernel_overwrites_the_next_block() {
 }
 
 #[test]
-fn copies_between_streams_are_in_order_and_nothing_is_clobbered() {
-    let Some(gpu) = gpu() else { return };
-    let pool = gpu.small_pool(128);
-    let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
-    let mut kept: Vec<DeviceBuffer<u8>> = Vec::new();
-    for round in 0..64u8 {
-        let mut a: DeviceBuffer<u8> = pool.buffer(&s, MIB).unwrap();
-        s.fill(&mut a, round).unwrap();
-        let mut b: DeviceBuffer<u8> = pool.buffer(&u, MIB).unwrap();
-        u.copy(&a, &mut b).unwrap();
-        kept.push(b);
-    }
-    for (round, b) in (0..64u8).zip(&kept) {
-        let mut back = vec![0u8; MIB];
-        u.scope(|c| c.download(b, &mut back)).unwrap().unwrap();
-        assert!(back.iter().all(|&byte| byte == round), "round {round}");
-    }
-}
-
-#[test]
 fn handles_that_move_under_queued_work_lose_no_byte_and_no_host_wait_is_needed() {
     let Some(gpu) = gpu() else { return };
     if env::var_os("AQUIFER_BYPASS").is_some() {
@@ -233,35 +212,6 @@ fn a_warm_stream_makes_no_driver_call_for_an_allocation_and_a_free() {
 }
 
 #[test]
-fn threads_with_a_stream_each_keep_their_patterns() {
-    let Some(gpu) = gpu() else { return };
-    let pool = gpu.small_pool(512);
-    thread::scope(|scope| {
-        for id in 0..8u8 {
-            let pool = &pool;
-            scope.spawn(move || {
-                let s = pool.stream().unwrap();
-                let mut held: Vec<(u8, DeviceBuffer<u8>)> = Vec::new();
-                for round in 0..64u8 {
-                    let pattern = id.wrapping_mul(31).wrapping_add(round);
-                    let mut x: DeviceBuffer<u8> =
-                        pool.buffer(&s, 4096 * (1 + usize::from(round % 13))).unwrap();
-                    s.fill(&mut x, pattern).unwrap();
-                    held.push((pattern, x));
-                    if round % 3 == 2 {
-                        let (pattern, x) = held.swap_remove(usize::from(round) % held.len());
-                        let mut back = vec![0; x.len()];
-                        s.scope(|c| c.download(&x, &mut back)).unwrap().unwrap();
-                        assert!(back.iter().all(|&byte| byte == pattern));
-                    }
-                }
-            });
-        }
-    });
-    assert_eq!(pool.stats().live, 0);
-}
-
-#[test]
 fn a_foreign_stream_is_adopted_and_retired() {
     let Some(gpu) = gpu() else { return };
     let pool = gpu.small_pool(64);
@@ -278,30 +228,6 @@ fn a_foreign_stream_is_adopted_and_retired() {
     adopted.retire().unwrap();
     pool.trim(0).unwrap();
     assert_eq!(pool.stats().pending, 0);
-}
-
-#[test]
-fn pinned_memory_is_pinned_and_goes_up_and_down_in_flight() {
-    let Some(gpu) = gpu() else { return };
-    let pool = gpu.pool();
-    let s = pool.stream().unwrap();
-    let pinned = gpu.rt.pinned_near(0);
-    let mut v = PinnedVec::new_in(pinned.allocator());
-    v.extend((0..MIB as u32).map(|i| i ^ 0x5a5a));
-    let mut x: DeviceBuffer<u32> = pool.buffer(&s, v.len()).unwrap();
-    let v = s.upload(v, &mut x).unwrap().wait().unwrap();
-    let down: PinnedBuf<u32> = PinnedBuf::new_in(pinned, v.len()).unwrap();
-    assert!(down.is_pinned());
-    let down = s.download(&x, down).unwrap().wait().unwrap();
-    assert_eq!(&down[..], &v[..]);
-    // Dropped in flight, repeatedly: the blocks are returned only when the copies are done.
-    for round in 0..64u32 {
-        let mut v = PinnedVec::new_in(pinned.allocator());
-        v.resize(MIB / 4, round);
-        let mut y: DeviceBuffer<u32> = pool.buffer(&s, v.len()).unwrap();
-        drop(s.upload(v, &mut y).unwrap());
-        assert!(download(&s, &y).iter().all(|&value| value == round));
-    }
 }
 
 #[test]
@@ -325,22 +251,6 @@ fn the_drivers_own_allocators_serve_the_same_trait() {
         resource.trim(0).unwrap();
         assert_eq!(budget.used(), 0, "{resource:?}");
     }
-}
-
-#[test]
-fn a_limit_is_kept_and_the_refusal_explains_itself() {
-    let Some(gpu) = gpu() else { return };
-    if env::var_os("AQUIFER_BYPASS").is_some() {
-        return;
-    }
-    let pool = gpu.small_pool(64);
-    let s = pool.stream().unwrap();
-    let _held = pool.alloc(&s, Request::bytes(60 << 20)).unwrap();
-    match pool.alloc(&s, Request::bytes(8 << 20)) {
-        Err(MemoryError::OutOfMemory(error)) => assert_eq!(error.live, 60 << 20),
-        other => panic!("{other:?}"),
-    }
-    assert!(pool.budget().peak() <= 64 << 20);
 }
 
 #[test]

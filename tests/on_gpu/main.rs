@@ -2,7 +2,7 @@
 //! device's own figures.
 //!
 //! They form a separate process, which a host with GPUs runs without the other tests. Those on a
-//! GPU run one at a time in it. `fleet`, `placement` and one test of `parts` need two GPUs.
+//! GPU run one at a time in it. `fleet` needs two GPUs.
 //!
 //! Without a GPU each of them prints that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
@@ -12,7 +12,6 @@ mod device;
 #[path = "../support/first_gpu.rs"]
 mod first_gpu;
 mod fleet;
-mod frames;
 mod giving_way;
 mod graphs;
 #[path = "../support/itself.rs"]
@@ -20,7 +19,6 @@ mod itself;
 mod park;
 mod parts;
 mod pinned;
-mod placement;
 mod pressure;
 mod sharing;
 mod stable;

@@ -3,8 +3,8 @@
 
 use crate::support::runtime;
 use aquifer::{
-    Arena, Budget, DeviceBuffer, Frames, Limit, PinnedAllocator, Tag,
-    adapters::{ArenaSettings, CountingAllocator, Fallback, OnReset, Segregate, Tagged},
+    Arena, Budget, DeviceBuffer, Limit, PinnedAllocator, Tag,
+    adapters::{ArenaSettings, CountingAllocator, Fallback, Segregate, Tagged},
     conformance::Suite,
     sim::Sim,
     vec::Vec,
@@ -133,30 +133,4 @@ fn arrow_arrays_are_built_in_pinned_memory_with_no_copy() {
     drop(part);
     assert_eq!(pool.stats().memory.live, 0);
     assert!(sim.violations().is_empty());
-}
-
-#[test]
-fn a_ring_of_frames_in_pinned_memory_reaches_a_steady_state() {
-    let sim = Sim::h200(1);
-    let rt = runtime(&sim);
-    let pool = rt.pinned_near(0);
-    let settings = ArenaSettings::new().on_reset(OnReset::Merge);
-    let mut frames =
-        Frames::with_settings_in(3, settings, CountingAllocator::new(pool.allocator()));
-    let mut taken = 0;
-    for step in 0..30u32 {
-        let frame = frames.next().unwrap();
-        let mut lists: std::vec::Vec<Vec<u32, _>> =
-            (0..4).map(|_| Vec::new_in(frame.arena())).collect();
-        for at in 0..20_000 {
-            lists[at % 4].push(step);
-        }
-        assert!(lists.iter().all(|list| list.iter().all(|&value| value == step)));
-        drop(lists);
-        let allocations = frame.arena().upstream().stats().allocations;
-        if step >= 15 {
-            assert_eq!(allocations, taken, "a settled step takes nothing from the pool");
-        }
-        taken = allocations;
-    }
 }

@@ -513,26 +513,6 @@ fn a_block_that_a_stream_of_another_pool_still_uses_is_not_given_out_again() {
 }
 
 #[test]
-#[expect(unsafe_code, reason = "plays another library")]
-fn a_retired_stream_of_one_pool_takes_no_copies_of_memory_of_another() {
-    let rig = Rig::stepped();
-    let other = second_pool(&rig);
-    let mut y: DeviceBuffer<u8> = other.buffer(&other.stream().unwrap(), MIB).unwrap();
-    let foreign = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
-    // SAFETY: 1. a stream of this device, 2. retired below before it is destroyed.
-    let adopted =
-        unsafe { rig.rt.device(0).unwrap().streams().adopt(foreign, StreamLifetime::Retired) }
-            .unwrap();
-    adopted.fill(&mut y, 1).unwrap();
-    adopted.clone().retire().unwrap();
-    // SAFETY: 1. it has been retired, and nothing uses it from here on.
-    unsafe { rig.sim.driver().stream_destroy(foreign) }.unwrap();
-    assert_eq!(adopted.fill(&mut y, 2), Err(MemoryError::UnknownId));
-    assert!(read(&rig.s, &y).iter().all(|&byte| byte == 1));
-    assert_silent(&rig.sim);
-}
-
-#[test]
 fn a_stager_moves_memory_of_any_pool_of_its_device() {
     let rig = Rig::new(Sim::h200(1));
     let other = second_pool(&rig);

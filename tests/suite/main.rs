@@ -1,7 +1,6 @@
 //! The tests of the facade that can share one process and need no GPU.
 
 mod adapters;
-mod collections;
 mod copies;
 mod forgotten;
 mod frames;
@@ -17,7 +16,6 @@ mod pressure;
 mod runtime;
 mod sharing;
 mod sources;
-mod stress;
 #[path = "../support/mod.rs"]
 mod support;
 mod unwinding;
