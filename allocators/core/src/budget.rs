@@ -27,7 +27,7 @@
 //! | `tree` | the arithmetic: limits, guarantees, peaks |
 //! | `shared` | `Budget::shared`: claims, and waiters of several processes |
 //! | `admission` | charging and releasing |
-//! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`], [`StrandedCount`] |
+//! | `charge` | [`Charge`], [`Reservation`], [`StrandedCount`] |
 //! | `wait` | [`Waiting`]: the scan of the wait queue |
 //! | `lease` | [`BudgetLease`]: prepaid bytes |
 //! | `reclaim` | [`HookRegistration`], and [`Asking`]: the search for memory to reclaim |
@@ -78,7 +78,7 @@ mod spin_lock;
 mod tree;
 mod wait;
 
-pub use charge::{Charge, Reservation, StrandedCharge, StrandedCount};
+pub use charge::{Charge, Reservation, StrandedCount};
 pub use hooks::{Offer, Reclaim};
 pub use lease::{BudgetLease, Leased};
 pub use node::Budget;

@@ -13,7 +13,7 @@ mod woken;
 use crate::program::{Bytes, Process, Program};
 use aquifer_core::{
     Budget, Charge, OutOfBudget, Reservation,
-    budget::{BudgetLease, Leased, StrandedCharge, Waiting},
+    budget::{BudgetLease, Leased, StrandedCount, Waiting},
 };
 use model::{Model, Wait};
 use std::{
@@ -32,7 +32,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 enum Held {
     Charge(Charge),
     Reservation(Reservation),
-    Stranded(StrandedCharge),
+    Stranded(#[expect(dead_code, reason = "held, and given back")] (StrandedCount, Charge)),
     Leased(#[expect(dead_code, reason = "held, and given back")] Leased),
 }
 
@@ -119,7 +119,7 @@ impl Program for World {
             assert_eq!(figures.used, model.used(at), "used at {at}");
             assert!(figures.peak >= figures.used);
             assert_eq!((figures.limit, figures.guarantee), (node.limit, node.guarantee), "at {at}");
-            let stranded = self.held.iter().filter(|held| matches!(held.2, Held::Stranded(_)));
+            let stranded = self.held.iter().filter(|held| matches!(held.2, Held::Stranded(..)));
             let stranded: u64 = stranded.filter(|h| model.is_below(h.0, at)).map(|h| h.1).sum();
             assert_eq!(figures.stranded, stranded, "stranded at {at}");
             assert_eq!(budget.waiting(), model.waiting(at), "waiting at {at}");
@@ -147,12 +147,7 @@ impl Program for World {
     fn finish(self) {
         let Self { budgets, held, leases, waiters, .. } = self;
         drop(waiters);
-        for (_, _, held) in held {
-            if let Held::Stranded(stranded) = held {
-                stranded.freed();
-            }
-        }
-        drop(leases);
+        drop((held, leases));
         let mut budgets = budgets.into_iter();
         let root = budgets.next().flatten().expect("the root is kept");
         drop(budgets);
@@ -205,7 +200,7 @@ impl World {
 
     fn release(&mut self, bytes: &mut Bytes<'_>) {
         let Some(which) = bytes.index(self.held.len()) else { return };
-        if let Held::Stranded(_) = self.held[which].2 {
+        if let Held::Stranded(..) = self.held[which].2 {
             return;
         }
         let (at, asked, held) = self.held.swap_remove(which);
@@ -228,7 +223,7 @@ impl World {
                 );
                 answer.ok()
             }
-            Held::Stranded(_) | Held::Leased(_) => return,
+            Held::Stranded(..) | Held::Leased(_) => return,
         };
         assert_eq!(part.is_some(), cut <= before);
         let Some(part) = part else { return };
@@ -368,15 +363,13 @@ impl World {
         let Some(which) = bytes.index(self.held.len()) else { return };
         let (at, asked, held) = self.held.swap_remove(which);
         let held = match held {
-            Held::Charge(charge) => Held::Stranded(charge.strand()),
-            Held::Stranded(stranded) if bytes.flag() => match stranded.retry(|| Err::<(), _>(7)) {
-                Err((stranded, 7)) => Held::Stranded(stranded),
-                other => panic!("a retry that failed answered {other:?}"),
-            },
-            Held::Stranded(stranded) => {
-                assert!(stranded.retry(|| Ok::<_, ()>(())).is_ok());
-                self.model.release(at, asked);
-                return;
+            Held::Charge(charge) => {
+                let count = charge.budget().count_stranded(charge.bytes());
+                Held::Stranded((count, charge))
+            }
+            Held::Stranded(..) if !bytes.flag() => {
+                drop(held);
+                return self.model.release(at, asked);
             }
             other => other,
         };

@@ -1,4 +1,4 @@
-//! Charged bytes: charges, reservations, and charges whose release has failed.
+//! Charged bytes: charges and reservations, and bytes whose release has failed.
 
 use super::{
     node::{Budget, Node},
@@ -75,15 +75,6 @@ impl Charge {
             self.bytes += other.bytes;
         }
         Ok(())
-    }
-
-    /// Marks the bytes as stranded: the resource that they pay for could not be freed. They stay
-    /// charged, and are counted as stranded here and in every ancestor until a later free succeeds.
-    #[must_use = "the owner can try again"]
-    #[doc(hidden)]
-    pub fn strand(self) -> StrandedCharge {
-        self.budget.node.strand(self.bytes);
-        StrandedCharge { charge: ManuallyDrop::new(self) }
     }
 }
 
@@ -180,8 +171,7 @@ pub struct StrandedCount {
 impl Budget {
     /// Counts `bytes` as stranded here and in every ancestor until the returned value is dropped,
     /// or for good if it is forgotten. The bytes must be charged to this budget by other values,
-    /// and belong to memory that could not be freed. Compare [`Charge::strand`]. Takes the
-    /// tree's lock.
+    /// and belong to memory that could not be freed. Takes the tree's lock.
     ///
     /// ```
     /// use aquifer::Budget;
@@ -203,59 +193,5 @@ impl Budget {
 impl Drop for StrandedCount {
     fn drop(&mut self) {
         self.budget.node.unstrand(self.bytes);
-    }
-}
-
-/// A charge for a resource that could not be freed. Its bytes stay charged, even when this is
-/// dropped, since the memory is still allocated.
-///
-/// ```
-/// use aquifer::Budget;
-/// let budget = Budget::new("device 0", 100);
-/// let stranded = budget.charge(60)?.strand();              // the driver has refused to release it
-/// assert_eq!((budget.used(), budget.stranded()), (60, 60));
-/// let stranded = stranded.retry(|| Err::<(), _>("busy")).unwrap_err().0;
-/// assert_eq!(budget.stranded(), 60);
-/// assert!(stranded.retry(|| Ok::<_, &str>(())).is_ok());   // now it has
-/// assert_eq!((budget.used(), budget.stranded()), (0, 0));
-/// # Ok::<(), aquifer::OutOfBudget>(())
-/// ```
-#[must_use = "the memory is still held: its owner can try again"]
-#[derive(Debug)]
-pub struct StrandedCharge {
-    charge: ManuallyDrop<Charge>,
-}
-
-impl StrandedCharge {
-    /// Returns the bytes that are still charged.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        self.charge.bytes
-    }
-
-    /// Returns the budget that they are charged to.
-    #[must_use]
-    pub fn budget(&self) -> &Budget {
-        &self.charge.budget
-    }
-
-    /// Calls `free` again, and releases the bytes if it succeeds.
-    ///
-    /// # Errors
-    /// The unchanged charge, and the error of `free`.
-    pub fn retry<T, E>(self, free: impl FnOnce() -> Result<T, E>) -> Result<T, (Self, E)> {
-        match free() {
-            Ok(value) => {
-                self.freed();
-                Ok(value)
-            }
-            Err(error) => Err((self, error)),
-        }
-    }
-
-    /// Releases the bytes after the resource has been freed.
-    pub fn freed(self) {
-        let charge = ManuallyDrop::into_inner(self.charge);
-        charge.budget.node.unstrand(charge.bytes);
     }
 }

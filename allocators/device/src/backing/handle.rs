@@ -3,12 +3,13 @@
 
 use aquifer_core::{
     Action, Budget, Charge, DeviceId, MemoryError, OutOfBudget, Recorder, Reservation, Tag,
-    budget::{StrandedCharge, StrandedCount},
+    budget::StrandedCount,
     event::{BlockKind, MemoryLocation},
 };
 use aquifer_driver::{Driver, DriverError, ExportTypes, PhysicalHandle, leftovers};
 use std::{
     fmt,
+    mem::ManuallyDrop,
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -317,14 +318,17 @@ impl Handle {
         let (driver, raw) = (self.driver.clone(), self.raw);
         let (held, bytes) = (self.held.clone(), self.bytes);
         held.strand(bytes);
-        let mut stranded = charge.map(Charge::strand);
+        // Kept where the handle is never released: the memory stays allocated.
+        let mut stranded = charge.map(|charge| {
+            ManuallyDrop::new((charge.budget().count_stranded(charge.bytes()), charge))
+        });
         leftovers::keep(&self.driver, move || {
             // SAFETY: 1. only the value that left the handle here had it, and no release of it has
             // succeeded yet.
             let released = unsafe { driver.handle_release(raw) };
             if released.is_ok() || released.is_err_and(|e| e.is_device_lost()) {
                 held.unstrand(bytes);
-                stranded.take().into_iter().for_each(StrandedCharge::freed);
+                drop(stranded.take().map(ManuallyDrop::into_inner));
             }
             released
         });
