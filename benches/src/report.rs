@@ -33,8 +33,6 @@ pub struct BenchReport {
     pub(crate) date: String,
     /// Whether it was a quick run with rough results.
     pub(crate) quick: bool,
-    /// What else is to be known of the run, such as other load.
-    pub(crate) note: Option<String>,
     /// The results.
     pub(crate) rows: Vec<Row>,
     /// Failed calls.
@@ -66,12 +64,6 @@ pub(crate) struct LeftOut {
 }
 
 impl BenchReport {
-    /// Adds a note on the run, such as what else the machine was doing.
-    #[must_use]
-    pub fn with_note(self, note: Option<String>) -> Self {
-        Self { note, ..self }
-    }
-
     /// Returns whether no call failed.
     pub fn is_clean(&self) -> bool {
         self.failures.is_empty()
@@ -118,7 +110,6 @@ impl BenchReport {
             ("date", text(json!(self.date))),
             ("version", text(json!(env!("CARGO_PKG_VERSION")))),
             ("quick", text(json!(self.quick))),
-            ("note", text(json!(self.note))),
             ("failures", text(json!(self.failed()))),
             ("errors", json::table(errors)),
             ("left_out", json::table(left_out)),
@@ -141,10 +132,6 @@ impl BenchReport {
             if self.quick { ", a quick look: figures are rough" } else { "" },
         );
         lines.extend(wrap(&host, WIDTH));
-        if let Some(note) = &self.note {
-            let note = note.split_whitespace().collect::<Vec<_>>().join(" ");
-            lines.extend(wrap(&format!("note: {note}"), WIDTH));
-        }
         lines.push(String::new());
         // There are few peers, so each is named once, above its first row.
         let mut peer = None;
@@ -229,7 +216,6 @@ mod tests {
             processors: 2,
             date: "2026-11-21T12:16:43Z".into(),
             quick: false,
-            note: None,
             rows: vec![
                 row("malloc pair 64 B", 8.0, None),
                 row("pair 256 B", 24.123_456, Some(("malloc 64 B", 8.0))),
@@ -296,18 +282,12 @@ mod tests {
     }
 
     #[test]
-    fn a_note_and_the_release_of_the_driver_stand_in_both() {
-        let report = report();
-        let value: Value = serde_json::from_str(&report.to_json()).unwrap();
-        assert_eq!((&value["note"], &value["driver_release"]), (&Value::Null, &Value::Null));
-        assert!(!report.to_screen().contains("note"));
-        let mut report = report.with_note(Some("two builds\nbeside it".into()));
+    fn the_release_of_the_driver_stands_in_both() {
+        let mut report = report();
         report.driver_release = Some("580.159.03".into());
         let value: Value = serde_json::from_str(&report.to_json()).unwrap();
-        assert_eq!(value["note"], "two builds\nbeside it");
         assert_eq!(value["driver_release"], "580.159.03");
         let screen = report.to_screen();
-        assert!(screen.contains("note: two builds beside it\n"), "{screen}");
         assert!(screen.contains("CUDA 13.0, release 580.159.03, "), "{screen}");
     }
 

@@ -295,7 +295,6 @@ impl Sheet {
             processors: host::processors(),
             date: host::date(),
             quick,
-            note: None,
             rows: self.rows,
             failures: self.failures,
             left_out: self.left_out,

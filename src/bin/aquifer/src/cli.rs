@@ -253,7 +253,7 @@ A ratio is the time over the peer's in the same run: below 1 is faster. `adds` i
 median of 21 turns, with the interval of 95 %. Takes some minutes. mimalloc, jemalloc
 and similar crates are there if the program was built with the feature `peers`.")]
     Global(RowFlags),
-    /// Charges to budgets: by level, by lease, with 16 threads, and with waits
+    /// Charges to budgets: by level, by lease, and with 16 threads
     #[command(after_help = "\
 A ratio is the budget's time over the host's malloc in the same run. No device is part
 of it. Takes some seconds.")]
@@ -302,9 +302,6 @@ pub(crate) struct RowFlags {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// Note to keep with the results, such as what else the machine was doing
-    #[arg(long, value_name = "TEXT")]
-    pub(crate) note: Option<String>,
 }
 
 impl RowFlags {

@@ -118,7 +118,7 @@ fn execute(command: Command) -> Result<Printed, CommandError> {
         Command::Bench(args) => {
             let (benchmark, rows) = args.what.settings();
             let report = aquifer_benches::run(&benchmark, &rows.selection());
-            let report = report.map_err(CommandError::Bench)?.with_note(rows.note);
+            let report = report.map_err(CommandError::Bench)?;
             let text = if rows.json { report.to_json() } else { report.to_screen() };
             judged(text, report.is_clean())
         }
