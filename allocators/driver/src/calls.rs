@@ -83,22 +83,18 @@ calls! {
     CopyToDevice = "cuMemcpyHtoDAsync",
     CopyToHost = "cuMemcpyDtoHAsync",
     CopyOnDevice = "cuMemcpyDtoDAsync",
-    Copy2d = "cuMemcpy2DAsync",
     Fill = "cuMemsetD8Async",
     Fill16 = "cuMemsetD16Async",
     Fill32 = "cuMemsetD32Async",
-    Fill2d = "cuMemsetD2D8Async",
-    Fill2d16 = "cuMemsetD2D16Async",
-    Fill2d32 = "cuMemsetD2D32Async",
 }
 
 impl Call {
-    /// Returns the fill calls for this element size: the linear one and the 2D one.
-    pub(crate) fn fill_calls(pattern: Pattern) -> (Call, Call) {
+    /// Returns the fill call for this element size.
+    pub(crate) fn of_fill(pattern: Pattern) -> Call {
         match pattern {
-            Pattern::Byte(_) => (Self::Fill, Self::Fill2d),
-            Pattern::Half(_) => (Self::Fill16, Self::Fill2d16),
-            Pattern::Word(_) => (Self::Fill32, Self::Fill2d32),
+            Pattern::Byte(_) => Self::Fill,
+            Pattern::Half(_) => Self::Fill16,
+            Pattern::Word(_) => Self::Fill32,
         }
     }
 }

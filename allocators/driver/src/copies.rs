@@ -4,28 +4,6 @@
 use crate::{RawStream, Result};
 use std::{fmt::Debug, ptr::NonNull};
 
-/// Rows of equal length at equal distances, for a 2D copy or fill. Empty if either number is 0.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Rows {
-    /// The length of a row: bytes in a copy, elements in a fill.
-    pub width: u64,
-    /// The number of rows.
-    pub height: u64,
-}
-
-/// One side of a 2D copy or fill: the start of its first row, and the distance between row starts
-/// in bytes.
-///
-/// See [`Copies`] for an example.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Pitched<A> {
-    /// The first byte of the first row: an address on the device, or a pointer on the host.
-    pub start: A,
-    /// Bytes from the start of one row to that of the next. At least the length of a row, and on a
-    /// GPU at most 2³¹ − 1.
-    pub pitch: u64,
-}
-
 /// The element that a fill repeats.
 ///
 /// See [`Copies`] for an example.
@@ -33,9 +11,9 @@ pub struct Pitched<A> {
 pub enum Pattern {
     /// One byte (`cuMemsetD8…`).
     Byte(u8),
-    /// Two bytes. The address and the pitch must be multiples of 2 (`cuMemsetD16…`).
+    /// Two bytes. The address must be a multiple of 2 (`cuMemsetD16…`).
     Half(u16),
-    /// Four bytes. The address and the pitch must be multiples of 4 (`cuMemsetD32…`).
+    /// Four bytes. The address must be a multiple of 4 (`cuMemsetD32…`).
     Word(u32),
 }
 
@@ -56,15 +34,11 @@ impl Pattern {
 /// data is on the device.
 ///
 /// ```
-/// use aquifer_driver::{DeviceId, Driver, Pattern, Pitched, Rows, sim::Sim};
+/// use aquifer_driver::{DeviceId, Driver, Pattern, sim::Sim};
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
 /// let (stream, x) = (driver.stream_create(gpu, 0)?, driver.mem_alloc(gpu, 4096)?);
 /// // SAFETY: 1. The range is mapped. 2. All work is on one stream.
-/// unsafe {
-///     driver.fill_with(stream, x, Pattern::Word(7), 1024)?;
-///     let (every_other_row, rows) = (Pitched { start: x, pitch: 512 }, Rows { width: 256, height: 8 });
-///     driver.fill_2d(stream, every_other_row, Pattern::Byte(0), rows)?;
-/// }
+/// unsafe { driver.fill_with(stream, x, Pattern::Word(7), 1024)? };
 /// driver.stream_synchronize(stream)?;
 /// # Ok::<(), aquifer_driver::DriverError>(())
 /// ```
@@ -125,60 +99,6 @@ pub unsafe trait Copies: Debug + Send + Sync {
         bytes: u64,
     ) -> Result<()>;
 
-    /// Copies rows from the host to the device (`cuMemcpy2DAsync_v2`). `rows.width` is in bytes.
-    ///
-    /// # Safety
-    /// 1. Each row of `from` is readable, and each of `to` writable on the device, until the copy
-    ///    is done.
-    /// 2. No other work of the host or the device writes the source's rows or accesses the
-    ///    destination's out of order with it.
-    ///
-    /// # Errors
-    /// Invalid value (1) for a pitch shorter than a row, and for a host side that spans two
-    /// registrations from the start of the first row to the end of the last.
-    unsafe fn copy_2d_to_device(
-        &self,
-        stream: RawStream,
-        to: Pitched<u64>,
-        from: Pitched<NonNull<u8>>,
-        rows: Rows,
-    ) -> Result<()>;
-
-    /// Copies rows from the device to the host (`cuMemcpy2DAsync_v2`). `rows.width` is in bytes.
-    ///
-    /// # Safety
-    /// 1. Each row of `to` is writable, and each of `from` readable on the device, until the copy
-    ///    is done.
-    /// 2. No other work of the host or the device accesses the destination's rows or writes the
-    ///    source's out of order with it.
-    ///
-    /// # Errors
-    /// As [`Copies::copy_2d_to_device`].
-    unsafe fn copy_2d_to_host(
-        &self,
-        stream: RawStream,
-        to: Pitched<NonNull<u8>>,
-        from: Pitched<u64>,
-        rows: Rows,
-    ) -> Result<()>;
-
-    /// Copies rows within one device (`cuMemcpy2DAsync_v2`). `rows.width` is in bytes.
-    ///
-    /// # Safety
-    /// 1. Each row of both sides is mapped until the copy is done, and no row of one side overlaps
-    ///    a row of the other.
-    /// 2. No other work accesses them out of order with it, except for reads of the source.
-    ///
-    /// # Errors
-    /// Invalid value (1) for a pitch shorter than a row.
-    unsafe fn copy_2d_on_device(
-        &self,
-        stream: RawStream,
-        to: Pitched<u64>,
-        from: Pitched<u64>,
-        rows: Rows,
-    ) -> Result<()>;
-
     /// Fills with `count` elements (`cuMemsetD8Async`, `cuMemsetD16Async`, `cuMemsetD32Async`).
     ///
     /// # Safety
@@ -193,24 +113,6 @@ pub unsafe trait Copies: Debug + Send + Sync {
         to: u64,
         pattern: Pattern,
         count: u64,
-    ) -> Result<()>;
-
-    /// Fills rows (`cuMemsetD2D8Async`, `cuMemsetD2D16Async`, `cuMemsetD2D32Async`). `rows.width`
-    /// is in elements.
-    ///
-    /// # Safety
-    /// 1. Each row is mapped until the fill is done.
-    /// 2. No other work accesses the rows out of order with it.
-    ///
-    /// # Errors
-    /// Invalid value (1) for an address or a pitch that is not a multiple of the element size, and
-    /// for a pitch shorter than a row.
-    unsafe fn fill_2d(
-        &self,
-        stream: RawStream,
-        to: Pitched<u64>,
-        pattern: Pattern,
-        rows: Rows,
     ) -> Result<()>;
 
     /// Fills with one byte (`cuMemsetD8Async`).

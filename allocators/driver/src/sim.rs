@@ -108,9 +108,6 @@
 //! a [`Violation`] and queued as work without effect. The driver refuses it with
 //! `CUDA_ERROR_INVALID_VALUE`.
 //!
-//! 2D copies and fills are checked row by row: two streams may work on the two halves of every row.
-//! The cost is one access per row.
-//!
 //! # Reporting
 //! A test takes the findings by [`Sim::violations`]. Findings that are not taken are written to
 //! standard error when the machine ends, or when the process ends if that is earlier. The process
@@ -153,7 +150,6 @@ mod pinned;
 mod queue;
 mod registrations;
 mod reporting;
-mod rows;
 mod schedule;
 mod store;
 mod violation;

@@ -2,7 +2,7 @@
 //!
 //! The simulated GPU is useful only as far as it behaves like a real one. A [`Program`] is
 //! generated from a seed, or from any bytes. It has some sixty operations on two or three streams:
-//! fills, copies in all directions, whole and row by row, events, mappings of one handle at several
+//! fills, copies in all directions, events, mappings of one handle at several
 //! addresses, pool allocations, captures and their launches. A program is *free of races by
 //! construction*: the generator keeps a vector clock for each stream and the host, and inserts an
 //! event, a synchronisation or a poll where one is needed. The final contents of memory are

@@ -5,12 +5,9 @@
 //! assertions below compare them, and the constants, with the bindings of the version that is
 //! compiled in.
 
-use crate::{CaptureMode, DeviceId, ExportTypes, Pitched, Rows};
+use crate::{CaptureMode, DeviceId, ExportTypes};
 use cudarc::driver::sys;
-use std::{
-    ffi::{c_int, c_uchar, c_uint, c_ushort, c_void},
-    ptr::NonNull,
-};
+use std::ffi::{c_int, c_uchar, c_uint, c_ushort, c_void};
 
 /// An object of the driver: a context, stream, event or pool. Never dereferenced here.
 pub(super) type DriverPtr = *mut c_void;
@@ -110,10 +107,6 @@ pub(super) const HANDLE_POSIX_FD: c_uint = 1;
 pub(super) const HANDLE_FABRIC: c_uint = 8;
 const ACCESS_READ: c_uint = 1;
 const ACCESS_READ_WRITE: c_uint = 3;
-
-/// `CU_MEMORYTYPE_…`
-const MEMORY_HOST: c_uint = 1;
-const MEMORY_DEVICE: c_uint = 2;
 
 /// `CUmemLocation`
 #[derive(Clone, Copy, Debug)]
@@ -220,57 +213,6 @@ impl AccessDescription {
     }
 }
 
-/// `CUDA_MEMCPY2D`
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(super) struct Copy2d {
-    from: Copy2dSide,
-    to: Copy2dSide,
-    width: usize,
-    height: usize,
-}
-
-/// One side of a [`Copy2d`].
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(super) struct Copy2dSide {
-    x: usize,
-    y: usize,
-    kind: c_uint,
-    host: *mut c_void,
-    device: u64,
-    array: DriverPtr,
-    pitch: usize,
-}
-
-impl Copy2dSide {
-    /// Host memory.
-    pub(super) fn host(at: Pitched<NonNull<u8>>) -> Self {
-        let host = at.start.as_ptr().cast();
-        Self { kind: MEMORY_HOST, host, ..Self::device(Pitched { start: 0, pitch: at.pitch }) }
-    }
-
-    /// Device memory.
-    pub(super) fn device(at: Pitched<u64>) -> Self {
-        Self {
-            x: 0,
-            y: 0,
-            kind: MEMORY_DEVICE,
-            host: std::ptr::null_mut(),
-            device: at.start,
-            array: std::ptr::null_mut(),
-            pitch: at.pitch as usize,
-        }
-    }
-}
-
-impl Copy2d {
-    /// Creates a copy of rows from one side to the other.
-    pub(super) fn new(to: Copy2dSide, from: Copy2dSide, rows: Rows) -> Self {
-        Self { from, to, width: rows.width as usize, height: rows.height as usize }
-    }
-}
-
 macro_rules! same_layout {
     ($($ours:ty = $theirs:ty),+ $(,)?) => {$(
         const _: () = assert!(size_of::<$ours>() == size_of::<$theirs>());
@@ -282,7 +224,6 @@ same_layout! {
     AllocationProperties = sys::CUmemAllocationProp,
     PoolProperties = sys::CUmemPoolProps,
     AccessDescription = sys::CUmemAccessDesc,
-    Copy2d = sys::CUDA_MEMCPY2D,
     DriverPtr = sys::CUcontext,
     DriverPtr = sys::CUstream,
     DriverPtr = sys::CUgraph,
@@ -311,14 +252,6 @@ same_field! {
     PoolProperties, windows_security = sys::CUmemPoolProps, win32SecurityAttributes;
     AccessDescription, location = sys::CUmemAccessDesc, location;
     AccessDescription, access = sys::CUmemAccessDesc, flags;
-    Copy2d, from = sys::CUDA_MEMCPY2D, srcXInBytes;
-    Copy2dSide, kind = sys::CUDA_MEMCPY2D, srcMemoryType;
-    Copy2dSide, host = sys::CUDA_MEMCPY2D, srcHost;
-    Copy2dSide, device = sys::CUDA_MEMCPY2D, srcDevice;
-    Copy2dSide, pitch = sys::CUDA_MEMCPY2D, srcPitch;
-    Copy2d, to = sys::CUDA_MEMCPY2D, dstXInBytes;
-    Copy2d, width = sys::CUDA_MEMCPY2D, WidthInBytes;
-    Copy2d, height = sys::CUDA_MEMCPY2D, Height;
 }
 
 macro_rules! same_value {
@@ -353,6 +286,4 @@ same_value! {
     ALLOCATION_PINNED => sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
     ACCESS_READ => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
     ACCESS_READ_WRITE => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-    MEMORY_HOST => sys::CUmemorytype::CU_MEMORYTYPE_HOST,
-    MEMORY_DEVICE => sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
 }

@@ -3,10 +3,10 @@
 
 use super::{
     CudaDriver,
-    abi::{Copy2d, Copy2dSide, POINTER_DEVICE, driver_ptr},
+    abi::{POINTER_DEVICE, driver_ptr},
     codes::check,
 };
-use crate::{Call, Copies, DeviceId, Pattern, Pitched, RawStream, Result, Rows};
+use crate::{Call, Copies, DeviceId, Pattern, RawStream, Result};
 use std::ptr::NonNull;
 
 impl CudaDriver {
@@ -29,20 +29,6 @@ impl CudaDriver {
         }
         let pair = (self.device_at(from)?, self.device_at(to)?);
         (pair.0 != pair.1).then_some(pair)
-    }
-}
-
-impl CudaDriver {
-    /// # Safety
-    /// 1. Every row of both sides stays valid until the copy is done.
-    /// 2. No other work accesses them out of order with it.
-    unsafe fn copy_rows(&self, stream: RawStream, copy: &Copy2d) -> Result<()> {
-        self.call(Call::Copy2d, stream.device(), |functions| {
-            // SAFETY: 1. The description is readable, and is read before the call returns. 2. The
-            // caller keeps both sides valid until the copy is done, in order with all other
-            // accesses. 3. The handle is alive.
-            unsafe { (functions.copy_2d)(std::ptr::from_ref(copy), driver_ptr(stream.handle())) }
-        })
     }
 }
 
@@ -131,42 +117,6 @@ unsafe impl Copies for CudaDriver {
         })
     }
 
-    unsafe fn copy_2d_to_device(
-        &self,
-        stream: RawStream,
-        to: Pitched<u64>,
-        from: Pitched<NonNull<u8>>,
-        rows: Rows,
-    ) -> Result<()> {
-        let copy = Copy2d::new(Copy2dSide::device(to), Copy2dSide::host(from), rows);
-        // SAFETY: 1. and 2. are promised by the caller.
-        unsafe { self.copy_rows(stream, &copy) }
-    }
-
-    unsafe fn copy_2d_to_host(
-        &self,
-        stream: RawStream,
-        to: Pitched<NonNull<u8>>,
-        from: Pitched<u64>,
-        rows: Rows,
-    ) -> Result<()> {
-        let copy = Copy2d::new(Copy2dSide::host(to), Copy2dSide::device(from), rows);
-        // SAFETY: 1. and 2. are promised by the caller.
-        unsafe { self.copy_rows(stream, &copy) }
-    }
-
-    unsafe fn copy_2d_on_device(
-        &self,
-        stream: RawStream,
-        to: Pitched<u64>,
-        from: Pitched<u64>,
-        rows: Rows,
-    ) -> Result<()> {
-        let copy = Copy2d::new(Copy2dSide::device(to), Copy2dSide::device(from), rows);
-        // SAFETY: 1. and 2. are promised by the caller.
-        unsafe { self.copy_rows(stream, &copy) }
-    }
-
     unsafe fn fill_with(
         &self,
         stream: RawStream,
@@ -174,8 +124,7 @@ unsafe impl Copies for CudaDriver {
         pattern: Pattern,
         count: u64,
     ) -> Result<()> {
-        let (call, _) = Call::fill_calls(pattern);
-        self.call(call, stream.device(), |functions| {
+        self.call(Call::of_fill(pattern), stream.device(), |functions| {
             let (count, stream) = (count as usize, driver_ptr(stream.handle()));
             // SAFETY: 1. The caller keeps the range valid until the fill is done, in order with all
             // other accesses. 2. The handle is alive.
@@ -184,36 +133,6 @@ unsafe impl Copies for CudaDriver {
                     Pattern::Byte(byte) => (functions.fill)(to, byte, count, stream),
                     Pattern::Half(half) => (functions.fill_16)(to, half, count, stream),
                     Pattern::Word(word) => (functions.fill_32)(to, word, count, stream),
-                }
-            }
-        })
-    }
-
-    unsafe fn fill_2d(
-        &self,
-        stream: RawStream,
-        to: Pitched<u64>,
-        pattern: Pattern,
-        rows: Rows,
-    ) -> Result<()> {
-        let (_, call) = Call::fill_calls(pattern);
-        self.call(call, stream.device(), |functions| {
-            let (width, height, stream) =
-                (rows.width as usize, rows.height as usize, driver_ptr(stream.handle()));
-            let (to, pitch) = (to.start, to.pitch as usize);
-            // SAFETY: 1. The caller keeps the rows valid until the fill is done, in order with all
-            // other accesses. 2. The handle is alive.
-            unsafe {
-                match pattern {
-                    Pattern::Byte(byte) => {
-                        (functions.fill_2d)(to, pitch, byte, width, height, stream)
-                    }
-                    Pattern::Half(half) => {
-                        (functions.fill_2d_16)(to, pitch, half, width, height, stream)
-                    }
-                    Pattern::Word(word) => {
-                        (functions.fill_2d_32)(to, pitch, word, width, height, stream)
-                    }
                 }
             }
         })

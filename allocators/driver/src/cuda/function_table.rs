@@ -8,9 +8,7 @@
 
 use super::{
     OpenError,
-    abi::{
-        AccessDescription, AllocationProperties, Copy2d, DriverPtr, HostFunction, PoolProperties,
-    },
+    abi::{AccessDescription, AllocationProperties, DriverPtr, HostFunction, PoolProperties},
 };
 use cudarc::driver::sys;
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_ushort, c_void};
@@ -148,18 +146,8 @@ function_table! {
     copy_between = "cuMemcpyPeerAsync"(
         to: u64, to_context: DriverPtr, from: u64, from_context: DriverPtr, bytes: usize, stream: DriverPtr,
     );
-    copy_2d = "cuMemcpy2DAsync_v2"(copy: *const Copy2d, stream: DriverPtr);
     fill = "cuMemsetD8Async"(to: u64, byte: c_uchar, bytes: usize, stream: DriverPtr);
     fill_16 = "cuMemsetD16Async"(to: u64, half: c_ushort, count: usize, stream: DriverPtr);
     fill_32 = "cuMemsetD32Async"(to: u64, word: c_uint, count: usize, stream: DriverPtr);
-    fill_2d = "cuMemsetD2D8Async"(
-        to: u64, pitch: usize, byte: c_uchar, width: usize, height: usize, stream: DriverPtr,
-    );
-    fill_2d_16 = "cuMemsetD2D16Async"(
-        to: u64, pitch: usize, half: c_ushort, width: usize, height: usize, stream: DriverPtr,
-    );
-    fill_2d_32 = "cuMemsetD2D32Async"(
-        to: u64, pitch: usize, word: c_uint, width: usize, height: usize, stream: DriverPtr,
-    );
     pointer_attribute = "cuPointerGetAttribute"(value: *mut c_void, attribute: c_uint, address: u64);
 }

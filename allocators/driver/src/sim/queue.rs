@@ -5,9 +5,9 @@ use super::{
     address_space::DeviceUse,
     capture::CapturedPoint,
     clock::Clock,
+    family::copies::CopyWork,
     graph::ReleaseRef,
     kernel::KernelBody,
-    rows::RowWork,
 };
 use crate::{DeviceId, RawStream, site::Site};
 use std::{collections::VecDeque, fmt, sync::Arc};
@@ -132,7 +132,7 @@ pub(crate) enum Work {
     /// A user's kernel.
     Kernel { uses: Arc<[DeviceUse]>, body: Option<KernelBody> },
     /// A copy or fill.
-    Rows(Arc<RowWork>),
+    Copy(Arc<CopyWork>),
     /// Waits until another stream (an index) has run `count` items.
     Wait { stream: usize, count: u64 },
     /// Writes a value that streams may wait for.
@@ -154,7 +154,7 @@ impl Work {
     /// instantiated: that of fills, but not of copies or kernel arguments.
     pub(crate) fn uses_checked_at_instantiation(&self) -> &[DeviceUse] {
         match self {
-            Self::Rows(work) if work.is_fill() => &work.uses,
+            Self::Copy(work) if work.is_fill() => &work.uses,
             _ => &[],
         }
     }
@@ -164,7 +164,7 @@ impl Work {
         match self {
             Self::Access(u) => std::slice::from_ref(u),
             Self::Kernel { uses, .. } => uses,
-            Self::Rows(work) => &work.uses,
+            Self::Copy(work) => &work.uses,
             Self::Inaccessible
             | Self::Wait { .. }
             | Self::WriteValue { .. }

@@ -6,7 +6,7 @@
 
 use super::support::{DEVICE, OwnStream, Pages, driver};
 use aquifer_driver::{
-    CaptureMode, DeviceId, Driver, HostFlags, Pattern, Pitched, RawStream, Relaxed, Result, Rows,
+    CaptureMode, DeviceId, Driver, HostFlags, Pattern, RawStream, Relaxed, Result,
     sim::{OnViolation, Sim},
 };
 use std::sync::Arc;
@@ -35,7 +35,7 @@ fn ask(driver: &Arc<dyn Driver>) -> Answers {
     pools(driver, &mut answers);
     virtual_memory(driver, &mut answers);
     pinned(driver, &mut answers);
-    rows(driver, &mut answers);
+    fills(driver, &mut answers);
     captures(driver, &mut answers);
     unmapped_graphs(driver, &mut answers);
     answers
@@ -52,8 +52,6 @@ fn unmapped_graphs(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let pinned = driver.host_alloc(DEVICE, 4096, HostFlags::default()).unwrap();
     let range = driver.address_reserve(DEVICE, granule, 0).unwrap();
     let handle = driver.handle_create(DEVICE, granule).unwrap();
-    let rows = Rows { width: 64, height: 4 };
-    let at = |start| Pitched { start, pitch: 64 };
     // SAFETY: throughout: 1. nothing is launched, so nothing is accessed. 2. each object is
     // destroyed once.
     unsafe {
@@ -84,14 +82,6 @@ fn unmapped_graphs(driver: &Arc<dyn Driver>, answers: &mut Answers) {
             (
                 "graph: download of what is unmapped",
                 captured(&|| d.copy_to_host(s, pinned, range, 4096)),
-            ),
-            (
-                "graph: copy of rows from what is unmapped",
-                captured(&|| d.copy_2d_on_device(s, at(block), at(range), rows)),
-            ),
-            (
-                "graph: fill of rows of what is unmapped",
-                captured(&|| d.fill_2d(s, at(range), Pattern::Byte(1), rows)),
             ),
         ];
         driver.unmap(DEVICE, range, granule).unwrap();
@@ -212,45 +202,12 @@ fn captures(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     }
 }
 
-fn rows(driver: &Arc<dyn Driver>, answers: &mut Answers) {
+fn fills(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let stream = OwnStream::new(driver);
-    let block = driver.mem_alloc(DEVICE, 64 << 10).unwrap();
-    let at = |start, pitch| Pitched { start, pitch };
-    let rows = Rows { width: 64, height: 4 };
-    let (no_width, no_height) = (Rows { width: 0, height: 4 }, Rows { width: 64, height: 0 });
-    // SAFETY: throughout: 1. every row lies in the block. 2. one stream. Other conditions of a call
+    let block = driver.mem_alloc(DEVICE, 64).unwrap();
+    // SAFETY: throughout: 1. all of it lies in the block. 2. one stream. Other conditions of a call
     // are deliberately broken.
     unsafe {
-        let copy = |to, from, rows| driver.copy_2d_on_device(stream.raw, to, from, rows);
-        answers.note("rows: copy", copy(at(block + 4096, 100), at(block, 64), rows));
-        answers.note(
-            "rows: copy to a pitch too short",
-            copy(at(block + 4096, 63), at(block, 64), rows),
-        );
-        answers.note(
-            "rows: copy from a pitch too short",
-            copy(at(block + 4096, 64), at(block, 63), rows),
-        );
-        answers.note(
-            "rows: copy by a pitch too long",
-            copy(at(block + 4096, 1 << 31), at(block, 64), rows),
-        );
-        answers.note("rows: copy no width", copy(at(block + 4096, 64), at(block, 64), no_width));
-        answers.note("rows: copy no rows", copy(at(block + 4096, 64), at(block, 64), no_height));
-        let fill = |to, pattern, rows| driver.fill_2d(stream.raw, to, pattern, rows);
-        answers.note("rows: fill", fill(at(block, 100), Pattern::Byte(1), rows));
-        answers
-            .note("rows: fill by a pitch too short", fill(at(block, 63), Pattern::Byte(1), rows));
-        answers.note(
-            "rows: fill halves off their pitch",
-            fill(at(block, 129), Pattern::Half(1), rows),
-        );
-        answers.note(
-            "rows: fill words off their address",
-            fill(at(block + 2, 256), Pattern::Word(1), rows),
-        );
-        answers.note("rows: fill no width", fill(at(block, 64), Pattern::Byte(1), no_width));
-        answers.note("rows: fill no rows", fill(at(block, 64), Pattern::Byte(1), no_height));
         let with = |to, pattern| driver.fill_with(stream.raw, to, pattern, 4);
         answers.note("fill halves", with(block + 2, Pattern::Half(1)));
         answers.note("fill halves off their address", with(block + 1, Pattern::Half(1)));
@@ -449,8 +406,6 @@ fn invalid_calls_are_refused_with_the_codes_that_callers_rely_on() {
         ("unregister again", 713),
         ("copy up across registrations", 1),
         ("copy down across registrations", 1),
-        ("rows: copy", 0),
-        ("rows: fill", 0),
         ("fill halves off their address", 1),
         ("fill words off their address", 1),
         ("graph: fill of what is unmapped", 1),

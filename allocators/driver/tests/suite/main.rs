@@ -14,5 +14,4 @@ mod sim_graphs;
 mod sim_model;
 mod sim_modes;
 mod sim_reports;
-mod sim_rows;
 mod sim_silence;

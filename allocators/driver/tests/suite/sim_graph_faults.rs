@@ -5,8 +5,7 @@
 
 use crate::sim_fixtures::{GPU, GRANULE, Machine, everywhere};
 use aquifer_driver::{
-    Access, BlockNote, CaptureMode, DeviceRange, Observer, Ownership, Pattern, Pitched, RawStream,
-    Rows,
+    Access, BlockNote, CaptureMode, DeviceRange, Observer, Ownership, Pattern, RawStream,
     sim::{Agent, Sim, SimKernel, Violation, ViolationKind},
 };
 
@@ -295,18 +294,14 @@ fn a_fill_of_what_is_not_mapped_makes_nothing_that_can_be_launched_and_a_copy_or
         let (a, y, pinned) = (m.stream(), m.alloc(64), m.pinned(64));
         let (x, handle) = m.granule();
         let d = &m.driver;
-        let rows = Rows { width: 8, height: 2 };
-        let (at_x, at_y) = [x, y].map(|range| Pitched { start: range.address, pitch: 8 }).into();
         // SAFETY: 1. and 2. The simulator checks what these ask for.
-        let by_driver: [(&str, &dyn Fn()); 7] = unsafe {
+        let by_driver: [(&str, &dyn Fn()); 5] = unsafe {
             [
                 ("fill", &|| fill(m, a, x)),
                 ("copy from it", &|| d.copy_on_device(a, y.address, x.address, 64).unwrap()),
                 ("copy to it", &|| d.copy_on_device(a, x.address, y.address, 64).unwrap()),
                 ("upload", &|| d.copy_to_device(a, x.address, pinned, 64).unwrap()),
                 ("download", &|| d.copy_to_host(a, pinned, x.address, 64).unwrap()),
-                ("copy of rows", &|| d.copy_2d_on_device(a, at_y, at_x, rows).unwrap()),
-                ("fill of rows", &|| d.fill_2d(a, at_x, Pattern::Byte(1), rows).unwrap()),
             ]
         };
         let captured = |work: &dyn Fn()| {

@@ -4,7 +4,7 @@
 
 use crate::sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
 use aquifer_driver::{
-    DeviceRange, RawStream,
+    DeviceRange, Pattern, RawStream,
     sim::{Mode, Schedule, Sim, SimConfig, SimKernel},
 };
 use std::{
@@ -449,4 +449,28 @@ fn a_paced_device_falls_behind_and_catches_up_when_asked() {
     assert_eq!(behind(0), behind(1));
     assert!(behind(1) < 10, "{}", behind(1));
     assert!((40..200).contains(&behind(64)), "{}", behind(64));
+}
+
+#[test]
+fn fills_write_whole_elements_at_multiples_of_their_size() {
+    everywhere(|m| {
+        let (a, x) = (m.stream(), m.alloc(16));
+        // SAFETY: 1. all of it lies in the 16 bytes; invalid calls are refused. 2. one stream.
+        unsafe {
+            m.driver.fill_with(a, x.address, Pattern::Byte(1), 16).unwrap();
+            m.driver.fill_with(a, x.address + 2, Pattern::Half(0x0203), 3).unwrap();
+            m.driver.fill_with(a, x.address + 8, Pattern::Word(0x0405_0607), 2).unwrap();
+            for refused in [
+                m.driver.fill_with(a, x.address + 1, Pattern::Half(1), 1),
+                m.driver.fill_with(a, x.address + 2, Pattern::Word(1), 1),
+            ] {
+                assert_eq!(refused.unwrap_err().code, 1);
+            }
+        }
+        m.driver.device_synchronize(GPU).unwrap();
+        if let Some(found) = m.sim.read_back(x) {
+            assert_eq!(found, [1, 1, 3, 2, 3, 2, 3, 2, 7, 6, 5, 4, 7, 6, 5, 4]);
+        }
+        m.silent();
+    });
 }

@@ -7,7 +7,7 @@ use super::{
     machine::{Machine, Side},
 };
 use crate::program::Bytes;
-use aquifer_driver::{DeviceId, Driver, Pattern, Result, Rows};
+use aquifer_driver::{DeviceId, Driver, Pattern, Result};
 use std::sync::Arc;
 
 /// Steps per program. Each is an operation with the ordering that it needs.
@@ -403,17 +403,14 @@ impl Generator<'_> {
             (self.stream(), self.choices.byte(), self.choices.range(size));
         self.order(stream, memory, true);
         let to = Part { place, offset, bytes };
-        match self.choices.below(3) {
-            0 => self.fill_with(stream, to, byte),
-            1 => {
-                let (pitch, _, rows) = self.rows(bytes);
-                self.machine.fill_rows(stream, to, Pattern::Byte(byte), (pitch, rows));
-            }
-            _ => self.machine.fill(stream, to, byte),
+        if self.choices.below(3) == 0 {
+            self.fill_with(stream, to, byte);
+        } else {
+            self.machine.fill(stream, to, byte);
         }
     }
 
-    /// Fills the aligned middle of a part with elements of 2 or 4 bytes, in rows or contiguous.
+    /// Fills the aligned middle of a part with elements of 2 or 4 bytes.
     fn fill_with(&mut self, stream: usize, to: Part, byte: u8) {
         let pattern = match self.choices.below(2) {
             0 => Pattern::Half(u16::from_ne_bytes([byte, !byte])),
@@ -424,28 +421,10 @@ impl Generator<'_> {
         let count = (to.offset + to.bytes).saturating_sub(offset) / element;
         let part = Part { offset, bytes: count * element, ..to };
         if count == 0 {
-            return self.machine.fill(stream, to, byte);
+            self.machine.fill(stream, to, byte);
+        } else {
+            self.machine.fill_with(stream, part, pattern);
         }
-        if self.choices.below(2) == 0 {
-            return self.machine.fill_with(stream, part, pattern);
-        }
-        let (pitch, _, rows) = self.rows(count);
-        self.machine.fill_rows(stream, part, pattern, (pitch * element, rows));
-    }
-
-    /// Returns rows that fit into `room` with two independent pitches.
-    fn rows(&mut self, room: u64) -> (u64, u64, Rows) {
-        let width = 1 + self.choices.below(room.min(300));
-        let height = 1 + self.choices.below((room / width).min(9));
-        let most = if height == 1 { width } else { (room - width) / (height - 1) };
-        let pitches = [0, 1].map(|_| width + self.choices.below(most - width + 1));
-        (pitches[0], pitches[1], Rows { width, height })
-    }
-
-    /// Copies all of a part, or some rows of it.
-    fn move_bytes(&mut self, stream: usize, from: Side, to: Side, bytes: u64) {
-        let rows = (self.choices.below(3) == 0).then(|| self.rows(bytes));
-        self.machine.copy(stream, from, to, rows);
     }
 
     fn upload(&mut self) {
@@ -456,7 +435,7 @@ impl Generator<'_> {
         self.order(stream, Memory::Host(from.host), false);
         self.order(stream, memory, true);
         let to = Part { place, offset, bytes: from.bytes as u64 };
-        self.move_bytes(stream, Side::Host(from), Side::Device(to), to.bytes);
+        self.machine.copy(stream, Side::Host(from), Side::Device(to));
     }
 
     fn download(&mut self) {
@@ -467,7 +446,7 @@ impl Generator<'_> {
         self.order(stream, memory, false);
         self.order(stream, Memory::Host(to.host), true);
         let from = Part { place, offset, bytes: to.bytes as u64 };
-        self.move_bytes(stream, Side::Device(from), Side::Host(to), from.bytes);
+        self.machine.copy(stream, Side::Device(from), Side::Host(to));
     }
 
     fn copy(&mut self) {
@@ -493,7 +472,7 @@ impl Generator<'_> {
         };
         self.order(stream, memory, false);
         self.order(stream, other, true);
-        self.move_bytes(stream, Side::Device(from), Side::Device(to), to.bytes);
+        self.machine.copy(stream, Side::Device(from), Side::Device(to));
     }
 
     fn write(&mut self, to: HostPart) {

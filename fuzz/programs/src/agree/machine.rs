@@ -6,8 +6,8 @@ use super::{
     host::{Hosts, digest},
 };
 use aquifer_driver::{
-    CaptureMode, DeviceId, Driver, HostFlags, Pattern, PhysicalHandle, Pitched, PoolHandle,
-    RawEvent, RawGraphExec, RawStream, Result, Rows,
+    CaptureMode, DeviceId, Driver, HostFlags, Pattern, PhysicalHandle, PoolHandle, RawEvent,
+    RawGraphExec, RawStream, Result,
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -173,60 +173,26 @@ impl Machine {
         self.made("fill_with", result);
     }
 
-    /// Fills rows of `rows.width` elements in a part of device memory.
-    pub(super) fn fill_rows(
-        &mut self,
-        stream: usize,
-        to: Part,
-        pattern: Pattern,
-        (pitch, rows): (u64, Rows),
-    ) {
-        let to = Pitched { start: self.address(to), pitch };
-        // SAFETY: 1. and 2. as above: the rows lie in the part.
-        let result = unsafe { self.driver.fill_2d(self.streams[stream], to, pattern, rows) };
-        self.made("fill_2d", result);
-    }
-
-    /// Copies all of a part, or rows with these pitches. The two sides never overlap.
-    pub(super) fn copy(
-        &mut self,
-        stream: usize,
-        from: Side,
-        to: Side,
-        rows: Option<(u64, u64, Rows)>,
-    ) {
+    /// Copies all of a part. The two sides never overlap.
+    pub(super) fn copy(&mut self, stream: usize, from: Side, to: Side) {
         let (driver, stream) = (&self.driver, self.streams[stream]);
-        let device = |part, pitch| Pitched { start: self.address(part), pitch };
-        let host = |part, pitch| Pitched { start: self.hosts.address(part), pitch };
-        // SAFETY: throughout: 1. both sides live until the host has waited for the stream, and the
-        // rows lie in their parts. 2. the program has no races.
+        // SAFETY: throughout: 1. both sides live until the host has waited for the stream. 2. the
+        // program has no races.
         let (call, result) = unsafe {
-            match (from, to, rows) {
-                (Side::Host(from), Side::Device(to), None) => {
+            match (from, to) {
+                (Side::Host(from), Side::Device(to)) => {
                     let (to, start) = (self.address(to), self.hosts.address(from));
                     ("copy_to_device", driver.copy_to_device(stream, to, start, from.bytes))
                 }
-                (Side::Device(from), Side::Host(to), None) => {
+                (Side::Device(from), Side::Host(to)) => {
                     let (start, from) = (self.hosts.address(to), self.address(from));
                     ("copy_to_host", driver.copy_to_host(stream, start, from, to.bytes))
                 }
-                (Side::Device(from), Side::Device(to), None) => {
+                (Side::Device(from), Side::Device(to)) => {
                     let (start, from) = (self.address(to), self.address(from));
                     ("copy_on_device", driver.copy_on_device(stream, start, from, to.bytes))
                 }
-                (Side::Host(from), Side::Device(to), Some((from_pitch, pitch, rows))) => {
-                    let (to, from) = (device(to, pitch), host(from, from_pitch));
-                    ("copy_2d_to_device", driver.copy_2d_to_device(stream, to, from, rows))
-                }
-                (Side::Device(from), Side::Host(to), Some((from_pitch, pitch, rows))) => {
-                    let (to, from) = (host(to, pitch), device(from, from_pitch));
-                    ("copy_2d_to_host", driver.copy_2d_to_host(stream, to, from, rows))
-                }
-                (Side::Device(from), Side::Device(to), Some((from_pitch, pitch, rows))) => {
-                    let (to, from) = (device(to, pitch), device(from, from_pitch));
-                    ("copy_2d_on_device", driver.copy_2d_on_device(stream, to, from, rows))
-                }
-                (Side::Host(_), Side::Host(_), _) => return,
+                (Side::Host(_), Side::Host(_)) => return,
             }
         };
         self.made(call, result);

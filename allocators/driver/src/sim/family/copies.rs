@@ -2,18 +2,69 @@
 #![expect(unsafe_code, reason = "implements copies between raw addresses")]
 
 use crate::{
-    Call, Copies, Pattern, Pitched, RawStream, Result, Rows,
+    Call, Copies, DeviceRange, HostAccess, Pattern, RawStream, Result,
     sim::{
         access_history::ActionKind,
+        address_space::DeviceUse,
         codes::{self, ErrorCode},
-        machine::{Machine, StateGuard, error_of},
+        machine::{Machine, StateGuard, caller_site, error_of},
         machine_state::MachineState,
         pinned::HostMemoryKind,
+        queue::{HostUse, Task, Work},
+        store::Store,
         violation::{Finding, ViolationKind},
     },
     site::Site,
 };
-use std::ptr::NonNull;
+use std::{ptr::NonNull, sync::Arc};
+
+/// A copy or fill.
+pub(crate) struct CopyWork {
+    /// The uses on a device.
+    pub(crate) uses: Vec<DeviceUse>,
+    to: u64,
+    from: CopySource,
+    bytes: u64,
+}
+
+/// The source of a copy or fill.
+enum CopySource {
+    /// Memory of a device, or pinned memory.
+    Address(u64),
+    /// The bytes of pageable memory at the time the copy was queued.
+    Staged(Box<[u8]>),
+    /// A pattern.
+    Pattern(Pattern),
+}
+
+impl CopyWork {
+    /// Returns whether this is a fill and not a copy.
+    pub(crate) fn is_fill(&self) -> bool {
+        matches!(self.from, CopySource::Pattern(_))
+    }
+
+    /// # Safety
+    /// 1. With bytes, the source is readable and the destination writable.
+    /// 2. There is no other access to the destination, and no write to the source, during the call.
+    pub(crate) unsafe fn execute(&self, store: &Store) {
+        match &self.from {
+            // SAFETY: 1. and 2. are promised by the caller.
+            CopySource::Address(from) => unsafe { store.copy(self.to, *from, self.bytes) },
+            // SAFETY: 1. There are as many staged bytes. The caller promises the rest, and 2.
+            CopySource::Staged(bytes) => unsafe {
+                store.copy(self.to, bytes.as_ptr() as u64, self.bytes);
+            },
+            // SAFETY: 1. and 2. are promised by the caller, and the alignment of the address was
+            // checked.
+            CopySource::Pattern(pattern) => unsafe { store.fill(self.to, *pattern, self.bytes) },
+        }
+    }
+}
+
+/// Returns the access of a copy to host memory, or none to memory that is not pinned.
+fn host_uses(pinned: bool, address: u64, bytes: u64, kind: ActionKind) -> Vec<HostUse> {
+    if pinned && bytes > 0 { vec![HostUse { address, bytes, kind }] } else { Vec::new() }
+}
 
 impl MachineState {
     /// Classifies the host side of a copy. Refuses a copy across the end of a registration, or into
@@ -42,11 +93,14 @@ impl MachineState {
         }
         Err(codes::INVALID_VALUE)
     }
-}
 
-/// Returns `bytes` as one row that begins at `start`.
-fn one_row<T>(start: T, bytes: u64) -> (Pitched<T>, Rows) {
-    (Pitched { start, pitch: bytes }, Rows { width: bytes, height: 1 })
+    /// Returns the device side of a copy on a stream. Access by any device is sufficient for copies.
+    fn copy_use(&self, stream: usize, address: u64, bytes: u64, writes: bool) -> Vec<DeviceUse> {
+        let device = self.space.device_of(address).unwrap_or(self.streams[stream].device);
+        let range = DeviceRange { device, address, bytes };
+        let u = DeviceUse { range, writes, generation: None, devices: u64::MAX };
+        if bytes > 0 { vec![u] } else { Vec::new() }
+    }
 }
 
 // SAFETY: 1. and 2. A copy is one task of its stream's queue, and is checked before it is queued.
@@ -58,11 +112,35 @@ unsafe impl Copies for Machine {
         from: NonNull<u8>,
         bytes: usize,
     ) -> Result<()> {
-        let ((to, rows), (from, _)) = (one_row(to, bytes as u64), one_row(from, bytes as u64));
-        // SAFETY: 1. and 2. are promised by the caller.
-        unsafe { self.copy_rows_to_device(Call::CopyToDevice, stream, to, from, rows) }
+        let (name, site) = ("copy to the device", caller_site());
+        let (start, length) = (from.as_ptr() as u64, bytes as u64);
+        self.queue_call(Call::CopyToDevice, stream, |mut state, stream| {
+            let pinned =
+                state.classify_host_range((start, length), ActionKind::Read, name, site)?
+                    == HostMemoryKind::Pinned;
+            let uses = state.copy_use(stream, to, length, true);
+            // A captured copy reads host memory when it is launched, pinned or not.
+            let staged = !pinned && state.streams[stream].capture.is_none();
+            let from = if staged && bytes > 0 && state.space.store.has_bytes() {
+                // SAFETY: 1. The caller promises that the range is readable and is not written.
+                CopySource::Staged(
+                    unsafe { std::slice::from_raw_parts(from.as_ptr(), bytes) }.into(),
+                )
+            } else {
+                CopySource::Address(start)
+            };
+            let host = host_uses(pinned, start, length, ActionKind::Read);
+            let work = Work::Copy(Arc::new(CopyWork { uses, to, from, bytes: length }));
+            let mut state = self.submit(state, stream, Task { name, site, host, work })?;
+            if staged {
+                // The host reads before the call returns.
+                state.check_host_access(start, length, HostAccess::Read, Some(site), site);
+            }
+            Ok(state)
+        })
     }
 
+    /// For pageable memory the driver returns when the bytes have arrived.
     unsafe fn copy_to_host(
         &self,
         stream: RawStream,
@@ -70,9 +148,24 @@ unsafe impl Copies for Machine {
         from: u64,
         bytes: usize,
     ) -> Result<()> {
-        let ((to, rows), (from, _)) = (one_row(to, bytes as u64), one_row(from, bytes as u64));
-        // SAFETY: 1. and 2. are promised by the caller.
-        unsafe { self.copy_rows_to_host(Call::CopyToHost, stream, to, from, rows) }
+        let (name, site, device) = ("copy to the host", caller_site(), stream.device());
+        let (to, bytes) = (to.as_ptr() as u64, bytes as u64);
+        self.queue_call(Call::CopyToHost, stream, |mut state, stream| {
+            let pinned = state.classify_host_range((to, bytes), ActionKind::Write, name, site)?
+                == HostMemoryKind::Pinned;
+            let uses = state.copy_use(stream, from, bytes, false);
+            let host = host_uses(pinned, to, bytes, ActionKind::Write);
+            let from = CopySource::Address(from);
+            let work = Work::Copy(Arc::new(CopyWork { uses, to, from, bytes }));
+            let mut state = self.submit(state, stream, Task { name, site, host, work })?;
+            if !pinned && state.streams[stream].capture.is_none() {
+                let point = state.point(stream);
+                state = self.run_until(state, point.stream, point.count);
+                state.device(device)?;
+                state.order_host_after(&point.clock);
+            }
+            Ok(state)
+        })
     }
 
     unsafe fn copy_on_device(
@@ -82,40 +175,14 @@ unsafe impl Copies for Machine {
         from: u64,
         bytes: u64,
     ) -> Result<()> {
-        let ((to, rows), (from, _)) = (one_row(to, bytes), one_row(from, bytes));
-        self.copy_rows_on_device(Call::CopyOnDevice, stream, to, from, rows)
-    }
-
-    unsafe fn copy_2d_to_device(
-        &self,
-        stream: RawStream,
-        to: Pitched<u64>,
-        from: Pitched<NonNull<u8>>,
-        rows: Rows,
-    ) -> Result<()> {
-        // SAFETY: 1. and 2. are promised by the caller.
-        unsafe { self.copy_rows_to_device(Call::Copy2d, stream, to, from, rows) }
-    }
-
-    unsafe fn copy_2d_to_host(
-        &self,
-        stream: RawStream,
-        to: Pitched<NonNull<u8>>,
-        from: Pitched<u64>,
-        rows: Rows,
-    ) -> Result<()> {
-        // SAFETY: 1. and 2. are promised by the caller.
-        unsafe { self.copy_rows_to_host(Call::Copy2d, stream, to, from, rows) }
-    }
-
-    unsafe fn copy_2d_on_device(
-        &self,
-        stream: RawStream,
-        to: Pitched<u64>,
-        from: Pitched<u64>,
-        rows: Rows,
-    ) -> Result<()> {
-        self.copy_rows_on_device(Call::Copy2d, stream, to, from, rows)
+        let site = caller_site();
+        self.queue_call(Call::CopyOnDevice, stream, |state, stream| {
+            let mut uses = state.copy_use(stream, from, bytes, false);
+            uses.append(&mut state.copy_use(stream, to, bytes, true));
+            let from = CopySource::Address(from);
+            let work = Work::Copy(Arc::new(CopyWork { uses, to, from, bytes }));
+            self.submit(state, stream, Task::new("copy on the device", site, work))
+        })
     }
 
     unsafe fn fill_with(
@@ -125,21 +192,17 @@ unsafe impl Copies for Machine {
         pattern: Pattern,
         count: u64,
     ) -> Result<()> {
-        let pitch = count.saturating_mul(pattern.bytes());
-        let (call, _) = Call::fill_calls(pattern);
-        let rows = Rows { width: count, height: 1 };
-        self.fill_rows(call, stream, Pitched { start: to, pitch }, pattern, rows)
-    }
-
-    unsafe fn fill_2d(
-        &self,
-        stream: RawStream,
-        to: Pitched<u64>,
-        pattern: Pattern,
-        rows: Rows,
-    ) -> Result<()> {
-        let (_, call) = Call::fill_calls(pattern);
-        self.fill_rows(call, stream, to, pattern, rows)
+        let (site, element) = (caller_site(), pattern.bytes());
+        self.queue_call(Call::of_fill(pattern), stream, |state, stream| {
+            let bytes = count.checked_mul(element).ok_or(codes::INVALID_VALUE)?;
+            if !to.is_multiple_of(element) {
+                return Err(codes::INVALID_VALUE);
+            }
+            let uses = state.copy_use(stream, to, bytes, true);
+            let from = CopySource::Pattern(pattern);
+            let work = Work::Copy(Arc::new(CopyWork { uses, to, from, bytes }));
+            self.submit(state, stream, Task::new("fill", site, work))
+        })
     }
 }
 

@@ -89,7 +89,7 @@ fn node(
     touched.push((Memory::Host(host), !up));
     let (device, host) = (Side::Device(part), Side::Host(side));
     let (from, to) = if up { (host, device) } else { (device, host) };
-    generator.machine.copy(stream, from, to, None);
+    generator.machine.copy(stream, from, to);
 }
 
 fn fill(
@@ -116,5 +116,5 @@ fn copy(
     let to = Part { place: to_place, offset: generator.choices.below(to_size - bytes + 1), bytes };
     touched.push((memory, false));
     touched.push((other, true));
-    generator.machine.copy(stream, Side::Device(from), Side::Device(to), None);
+    generator.machine.copy(stream, Side::Device(from), Side::Device(to));
 }
