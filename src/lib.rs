@@ -77,7 +77,7 @@ pub mod cuda {
 pub mod device {
     pub use aquifer_core::OpaqueBlock;
     pub use aquifer_device::{
-        Adoption, Announced, BrokenPromise, CANARY, Captured, Declined, Exported, Fault, Finding,
+        Adoption, Announced, BrokenPromise, CANARY, Captured, Declined, Fault, Finding,
         ForeignPages, GUARD_BYTES, MAX_ALIGN, OnFailure, POISON_ALLOCATED, POISON_FREED, PageRun,
         ReceivedBlock, ShareError, ShareServer, SharedBlock, check_peer, conformance,
     };

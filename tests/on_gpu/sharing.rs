@@ -8,13 +8,14 @@ use crate::{
 };
 use aquifer::{
     Budget, DeviceBuffer, DevicePool, PoolConfig, Request, Stream,
-    device::{Exported, ReceivedBlock, ShareError, ShareServer, check_peer},
+    device::{ReceivedBlock, ShareError, ShareServer, check_peer},
     driver::ExportTypes,
 };
 use std::{
     env,
     io::{Read, Write},
     os::{
+        fd::AsFd,
         linux::net::SocketAddrExt,
         unix::net::{SocketAddr, UnixListener, UnixStream},
     },
@@ -168,13 +169,21 @@ fn a_receiver_that_is_killed_leaves_the_block_to_its_sender() {
 #[test]
 fn the_driver_maps_no_more_bytes_than_a_handle_has() {
     let Some((_rt, pool)) = pool(64, true) else { return };
-    let s = pool.stream().unwrap();
-    let block = pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
-    let exported = block.export().unwrap();
-    let bytes = exported.bytes();
-    let lie = Exported::from_fd(exported.into_fd().unwrap(), 2 * bytes);
+    let (driver, device) = (pool.driver(), pool.device());
+    let bytes = pool.info().granularity;
+    let ours = driver.handle_create_exportable(device, bytes, ExportTypes::POSIX_FD).unwrap();
+    let descriptor = driver.handle_export(ours).unwrap();
     // SAFETY: 1. The memory is not used.
-    assert!(unsafe { pool.import(&s, &lie) }.is_err());
+    let theirs = unsafe { driver.handle_import(device, descriptor.as_fd()) }.unwrap();
+    let address = driver.address_reserve(device, 2 * bytes, 0).unwrap();
+    // SAFETY: 1. The range is new.
+    assert!(unsafe { driver.map(address, 2 * bytes, theirs) }.is_err());
+    // SAFETY: 1. Nothing is mapped there.
+    unsafe { driver.address_free(device, address, 2 * bytes) }.unwrap();
+    for handle in [theirs, ours] {
+        // SAFETY: 1. It is not mapped, and nothing else has it.
+        unsafe { driver.handle_release(handle) }.unwrap();
+    }
 }
 
 /// Byte `at` of the blocks that are served.

@@ -2,10 +2,7 @@
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
 
 use crate::first_gpu::{self, RuntimeInTurn};
-use aquifer::{
-    Budget, DevicePool, MemoryError, PoolConfig, Request, StableBlock, Stream, device::Exported,
-    driver::ExportTypes,
-};
+use aquifer::{Budget, DevicePool, PoolConfig, Request, StableBlock, Stream, driver::ExportTypes};
 
 const MIB: usize = 1 << 20;
 
@@ -37,30 +34,6 @@ fn read(s: &Stream, block: &StableBlock) -> Vec<u8> {
 }
 
 #[test]
-fn a_block_exported_as_a_descriptor_shows_the_same_bytes_where_it_is_imported() {
-    let Some((_rt, pool)) = pool(64, ExportTypes::POSIX_FD) else { return };
-    let s = pool.stream().unwrap();
-    let mut ours = pool.alloc_stable(&s, Request::bytes(5 * MIB as u64)).unwrap();
-    fill(&s, &mut ours, 0x5a);
-    let exported = ours.export().unwrap();
-    let sent =
-        Exported::from_fd(exported.fd().unwrap().try_clone_to_owned().unwrap(), exported.bytes());
-    #[expect(unsafe_code, reason = "imports")]
-    // SAFETY: 1. all work is on one stream.
-    let mut theirs = unsafe { pool.import(&s, &sent) }.unwrap();
-    assert_ne!(theirs.address(), ours.address());
-    assert_eq!(pool.budget().used(), exported.bytes(), "charged once");
-    assert!(read(&s, &theirs)[..5 * MIB].iter().all(|&byte| byte == 0x5a));
-    fill(&s, &mut theirs, 0xa5);
-    assert!(read(&s, &ours).iter().all(|&byte| byte == 0xa5), "and the other way");
-    drop((ours, exported));
-    s.synchronize().unwrap();
-    pool.trim(0).unwrap();
-    assert_eq!(pool.budget().used(), 0);
-    assert!(read(&s, &theirs).iter().all(|&byte| byte == 0xa5), "the importer holds the memory");
-}
-
-#[test]
 fn memory_for_network_cards_is_available_if_the_device_supports_it() {
     let Some((_rt, pool)) = pool(16, ExportTypes::POSIX_FD.with_rdma()) else { return };
     let s = pool.stream().unwrap();
@@ -76,7 +49,7 @@ fn a_registered_block_keeps_its_bytes_after_the_free_while_others_need_the_room(
     let mut block = pool.alloc_stable(&s, Request::bytes(8 * MIB as u64)).unwrap();
     fill(&s, &mut block, 0x77);
     let token = block.register();
-    assert!(matches!(block.export(), Err(MemoryError::Unsupported { .. })));
+    assert!(pool.share(block.block(), "").is_err());
     drop(block);
     // All that is left.
     let left = 24 * MIB;

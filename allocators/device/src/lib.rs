@@ -7,7 +7,7 @@
 //! | [`Block`] | memory that returns to its pool when it is dropped |
 //! | [`DeviceBuffer`] | a block with elements of one type |
 //! | [`DeviceArena`] | a block that is allocated in parts, and reset as a whole |
-//! | [`StableBlock`] | a block at a permanent address, whose memory never moves; can be exported |
+//! | [`StableBlock`] | a block at a permanent address, whose memory never moves |
 //! | [`SharedBlock`], [`ReceivedBlock`] | a block sent to another process, and its mapping there |
 //! | [`GraphPool`], [`Graph`] | memory of CUDA graphs, which is theirs while they can be launched |
 //! | [`Reserved`] | elements at permanent addresses, whose memory is committed and released |
@@ -278,8 +278,8 @@ pub use reserved::Reserved;
 pub use resource::Resource;
 pub use source::{Dependencies, RangeSource, SourcePool};
 pub use stable::{
-    AddressRegistration, Exported, ReceivedBlock, ShareError, ShareServer, SharedBlock,
-    StableBlock, check_peer,
+    AddressRegistration, ReceivedBlock, ShareError, ShareServer, SharedBlock, StableBlock,
+    check_peer,
 };
 pub use stream_ordered::StreamOrdered;
 pub use tenants::Tenant;

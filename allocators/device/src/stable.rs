@@ -15,7 +15,6 @@
 //! cannot be exported, and which every transport accepts.
 
 mod error;
-mod export;
 mod forks;
 mod listener;
 mod server;
@@ -23,7 +22,6 @@ mod share;
 mod wire;
 
 pub use error::ShareError;
-pub use export::Exported;
 pub use server::ShareServer;
 pub use share::{ReceivedBlock, SharedBlock, check_peer};
 
@@ -70,8 +68,6 @@ pub struct StableBlock {
     block: Block,
     span: Arc<Span>,
     dedicated: Arc<DedicatedPool>,
-    /// Whether its memory was imported.
-    imported: bool,
 }
 
 /// One user that keeps the address of a [`StableBlock`]. While it lives, the memory at the address
@@ -230,7 +226,7 @@ impl DevicePool {
         let live =
             Ownership::Live { stream: stream.timeline().noted(), generation: block.generation() };
         dedicated.notify_observer(block.generation(), span.address, span.bytes, live);
-        StableBlock { block, span, dedicated, imported }
+        StableBlock { block, span, dedicated }
     }
 
     /// Returns a block over a whole span, whatever is mapped there.

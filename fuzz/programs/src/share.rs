@@ -24,7 +24,7 @@ use aquifer_core::Budget;
 use aquifer_device::{
     Block, DevicePool, PoolConfig, ReceivedBlock, Request, ShareError, ShareServer, StableBlock,
 };
-use aquifer_driver::{DeviceId, ExportTypes, sim::Sim};
+use aquifer_driver::{DeviceId, ExportTypes, PhysicalHandle, sim::Sim};
 use aquifer_stream::Stream;
 use nix::{
     libc,
@@ -199,6 +199,8 @@ pub(crate) struct World {
     other_address: SocketAddr,
     small: StableBlock,
     large: Block,
+    /// Memory that the other server sends.
+    sent: PhysicalHandle,
     /// The generations of the served blocks.
     generations: [u64; 2],
     opened: Vec<ReceivedBlock>,
@@ -228,6 +230,8 @@ impl Program for World {
         let small = pool.alloc_stable(&stream, Request::bytes(UNIT / 2)).expect("there is room");
         let large = Request::bytes(HANDLES as u64 * UNIT);
         let large = pool.alloc(&stream, large).expect("there is room");
+        let sent = sim.driver().handle_create_exportable(DeviceId(0), UNIT, ExportTypes::POSIX_FD);
+        let sent = sent.expect("there is room");
         let (address, other_address) = (new_address(), new_address());
         let server = ShareServer::bind(&address).expect("a new address");
         let share = |block: &Block, name| pool.share(block, name).expect("it is for export");
@@ -245,6 +249,7 @@ impl Program for World {
             other_address,
             small,
             large,
+            sent,
             generations,
             opened: Vec::new(),
         })
@@ -278,7 +283,7 @@ impl Program for World {
     }
 
     fn finish(self) {
-        let Self { sim, pool, stream, server, small, large, opened, .. } = self;
+        let Self { sim, pool, stream, server, small, large, sent, opened, .. } = self;
         opened.into_iter().for_each(|opened| _ = opened.close().expect("an idle device"));
         drop((server, small, large, stream));
         // The server's thread may still end its last conversation.
@@ -287,6 +292,8 @@ impl Program for World {
             pool.stats().physical == 0
         });
         drop(pool);
+        // SAFETY: 1. It is not mapped, and nothing else has it.
+        unsafe { sim.driver().handle_release(sent) }.expect("it is a handle");
         soon("something is left of the device", || sim.outstanding().is_empty());
         assert_silent(&sim);
     }
@@ -388,8 +395,7 @@ impl World {
     }
 
     fn export(&self) -> Sent {
-        let exported = self.small.export().expect("it is for export");
-        Sent::new(exported.into_fd().expect("it is a descriptor"))
+        Sent::new(self.sim.driver().handle_export(self.sent).expect("it is for export"))
     }
 
     /// Opens a block at a server that answers anything.

@@ -1,6 +1,5 @@
-//! Programs over memory with stable addresses: stable blocks with their registrations, exports and
-//! imports, and reserved elements that are committed and decommitted, together with ordinary blocks
-//! under one budget.
+//! Programs over memory with stable addresses: stable blocks with their registrations, and reserved
+//! elements that are committed and decommitted, together with ordinary blocks under one budget.
 //!
 //! Invariants after every operation: the pool's account agrees with a model, held bytes with
 //! charged bytes, and contents with what was last written. The oracle reports nothing: no mapping
@@ -12,9 +11,7 @@ use crate::{
     rig::{Open, Rig, assert_within, declare, quietly, simulated, trim, went},
 };
 use aquifer_core::{Budget, MemoryError};
-use aquifer_device::{
-    AddressRegistration, Block, Exported, PoolConfig, Request, Reserved, StableBlock,
-};
+use aquifer_device::{AddressRegistration, Block, PoolConfig, Request, Reserved, StableBlock};
 use aquifer_driver::{Access, Call, DeviceId, DeviceRange, ExportTypes};
 use std::{collections::BTreeSet, time::Duration};
 
@@ -25,15 +22,13 @@ const STEP: usize = 2 << 20;
 /// Maximum number of elements, slightly more than whole granules.
 const MAX_LEN: usize = 9 * STEP + 77;
 /// Calls that may fail during a program, of those that can be retried.
-const FAULTS: [Call; 14] = [
+const FAULTS: [Call; 12] = [
     Call::AddressReserve,
     Call::AddressFree,
     Call::HandleCreate,
     Call::Map,
     Call::SetAccess,
     Call::Unmap,
-    Call::HandleExport,
-    Call::HandleImport,
     Call::EventCreate,
     Call::EventRecord,
     Call::EventQuery,
@@ -69,8 +64,6 @@ pub(crate) struct World {
     kept: Vec<Kept>,
     rooms: Vec<Room>,
     blocks: Vec<Block>,
-    exported: Vec<Exported>,
-    imported: Vec<StableBlock>,
 }
 
 fn range(address: u64, bytes: usize) -> DeviceRange {
@@ -97,29 +90,25 @@ impl Program for World {
             kept: Vec::new(),
             rooms: Vec::new(),
             blocks: Vec::new(),
-            exported: Vec::new(),
-            imported: Vec::new(),
         })
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
-        match bytes.choice(22) {
+        match bytes.choice(20) {
             0 | 1 => self.alloc(bytes),
             2 => self.free(bytes),
             3 => self.write(bytes),
             4 => self.register(bytes),
             5 => self.forget(bytes),
-            6 => self.export(bytes),
-            7 => self.import(bytes),
-            8 | 9 => self.reserve_or_drop(bytes),
-            10..=12 => self.commit(bytes),
-            13 | 14 => self.decommit(bytes),
-            15 => self.prepare(bytes),
-            16 => self.rig.end_one(bytes),
-            17 => self.ordinary(bytes),
-            18 => trim(&self.rig.pool, u64::from(bytes.u8()) << 18),
-            19 => self.rig.fail_one(bytes, FAULTS),
-            20 => self.rig.go_on(bytes),
+            6 | 7 => self.reserve_or_drop(bytes),
+            8..=10 => self.commit(bytes),
+            11 | 12 => self.decommit(bytes),
+            13 => self.prepare(bytes),
+            14 => self.rig.end_one(bytes),
+            15 => self.ordinary(bytes),
+            16 => trim(&self.rig.pool, u64::from(bytes.u8()) << 18),
+            17 => self.rig.fail_one(bytes, FAULTS),
+            18 => self.rig.go_on(bytes),
             _ => self.rig.limit(bytes, 40),
         }
     }
@@ -152,7 +141,7 @@ impl Program for World {
     fn finish(mut self) {
         self.rig.sim.clear_failures();
         self.rig.work_all();
-        drop((self.stable, self.kept, self.rooms, self.blocks, self.exported, self.imported));
+        drop((self.stable, self.kept, self.rooms, self.blocks));
         self.rig.finish();
     }
 }
@@ -218,33 +207,6 @@ impl World {
     fn forget(&mut self, bytes: &mut Bytes<'_>) {
         if let Some(kept) = bytes.take(&mut self.kept) {
             quietly(&self.rig.sim, "the end of a registration", || drop(kept));
-        }
-    }
-
-    fn export(&mut self, bytes: &mut Bytes<'_>) {
-        if bytes.flag() && !self.exported.is_empty() {
-            // Drops an export, which may be the last reference to the memory.
-            bytes.take(&mut self.exported);
-        } else if let Some(at) = bytes.index(self.stable.len()) {
-            match self.stable[at].block.export() {
-                Ok(exported) => self.exported.push(exported),
-                Err(MemoryError::Driver(_) | MemoryError::Unsupported { .. }) => {}
-                Err(other) => panic!("{other:?}"),
-            }
-        }
-    }
-
-    fn import(&mut self, bytes: &mut Bytes<'_>) {
-        let stream = self.rig.pick_stream(bytes);
-        if bytes.flag() && !self.imported.is_empty() {
-            let imported = bytes.take(&mut self.imported);
-            quietly(&self.rig.sim, "a free", || drop(imported));
-        } else if let Some(at) = bytes.index(self.exported.len()) {
-            let exported = &self.exported[at];
-            #[expect(unsafe_code, reason = "imports")]
-            // SAFETY: 1. no work is queued through the import.
-            let imported = unsafe { self.rig.pool.import(&self.rig.streams[stream], exported) };
-            self.imported.extend(went(imported));
         }
     }
 

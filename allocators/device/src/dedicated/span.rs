@@ -201,14 +201,6 @@ impl Span {
         Ok(())
     }
 
-    /// Returns the handle behind the first slot.
-    pub(crate) fn handle(&self) -> Option<Arc<Handle>> {
-        match self.state().mapped.get(&0) {
-            Some(SpanMemory::Handle(handle)) => Some(handle.clone()),
-            _ => None,
-        }
-    }
-
     /// Returns the handles behind a range of mapped slots, and the offset of the range in the
     /// first. `None` if any of it is no handle.
     pub(crate) fn handles(&self, address: u64, bytes: u64) -> Option<(Vec<Arc<Handle>>, u64)> {

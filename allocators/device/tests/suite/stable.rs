@@ -4,13 +4,13 @@
 
 use crate::support::{self, MIB, Reclaimer, Rig, assert_returned, plain};
 use aquifer_core::{Action, MemoryError, Recorder, event::RingSink};
-use aquifer_device::{DeviceBuffer, DevicePool, Exported, PoolConfig, Request, StableBlock};
+use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig, Request, StableBlock};
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange, ExportTypes,
-    sim::{Sim, SimConfig, ViolationKind},
+    sim::{Sim, ViolationKind},
 };
 use aquifer_stream::Stream;
-use std::{fs::File, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 fn exporting(limit_mib: u64) -> Rig {
     Rig::on(Sim::h200(1), limit_mib, |config| config.export = ExportTypes::POSIX_FD)
@@ -154,113 +154,6 @@ fn a_stable_block_takes_free_memory_of_the_caches() {
 }
 
 #[test]
-fn exported_memory_is_shared_by_bytes_and_lives_until_its_last_importer() {
-    let rig = exporting(32);
-    let other = DevicePool::open(rig.sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
-    let s = rig.stream();
-    let mut ours = rig.stable(&s, 3 * MIB);
-    fill(&s, &mut ours, 0x33);
-    let exported = ours.export().unwrap();
-    assert_eq!(exported.bytes(), 4 * MIB);
-    // The form in which it is received from a socket.
-    let sent =
-        Exported::from_fd(exported.fd().unwrap().try_clone_to_owned().unwrap(), exported.bytes());
-    #[expect(unsafe_code, reason = "imports")]
-    // SAFETY: 1. all work is on one stream.
-    let theirs = unsafe { other.import(&s, &sent) }.unwrap();
-    assert_ne!(theirs.address(), ours.address());
-    assert!(read(&s, &theirs)[..3 << 20].iter().all(|&byte| byte == 0x33));
-    assert_eq!(other.stats().physical, 0, "charged where it was made");
-    assert_eq!(rig.budget.used(), 4 * MIB);
-    assert_eq!(
-        theirs.export().unwrap_err(),
-        MemoryError::Unsupported { feature: "export of imported memory" }
-    );
-    drop(ours);
-    s.synchronize().unwrap();
-    rig.pool.trim(0).unwrap();
-    assert_eq!(rig.budget.used(), 4 * MIB, "what can be imported is held");
-    drop(exported);
-    assert_eq!(rig.budget.used(), 0);
-    assert!(
-        read(&s, &theirs)[..3 << 20].iter().all(|&byte| byte == 0x33),
-        "and the importer holds it"
-    );
-    drop(theirs);
-    s.synchronize().unwrap();
-    other.trim(0).unwrap();
-    assert_eq!(rig.sim.outstanding().handles, 0);
-    rig.assert_silent();
-}
-
-#[test]
-fn an_import_is_no_use_of_the_memory_and_orders_nothing() {
-    let rig = Rig::on(Sim::h200(1).stepped(), 32, |config| config.export = ExportTypes::POSIX_FD);
-    let (s, u) = (rig.stream(), rig.stream());
-    let mut ours = rig.stable(&s, 2 * MIB);
-    fill(&s, &mut ours, 1);
-    let exported = ours.export().unwrap();
-    #[expect(unsafe_code, reason = "imports")]
-    // SAFETY: 1. the work through it waits for `s`, or omits this on purpose.
-    let mut theirs = unsafe { rig.pool.import(&u, &exported) }.unwrap();
-    rig.assert_silent();
-    u.wait_for(&s).unwrap();
-    fill(&u, &mut theirs, 2);
-    rig.assert_silent();
-    fill(&s, &mut ours, 3);
-    assert_eq!(
-        rig.sim.violations()[0].kind,
-        ViolationKind::WriteWrite,
-        "aliases are told by their bytes"
-    );
-}
-
-#[test]
-fn export_is_refused_where_the_device_or_the_pool_cannot() {
-    let mut config = PoolConfig::default();
-    config.export = ExportTypes::FABRIC;
-    let refused = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config).unwrap_err();
-    assert_eq!(refused, MemoryError::Unsupported { feature: "CU_MEM_HANDLE_TYPE_FABRIC" });
-    let rig = Rig::new(8);
-    let s = rig.stream();
-    let block = rig.stable(&s, MIB);
-    let feature = "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR";
-    assert_eq!(block.export().unwrap_err(), MemoryError::Unsupported { feature });
-    let sent = Exported::from_fd(File::open("/dev/zero").unwrap().into(), 2 * MIB);
-    #[expect(unsafe_code, reason = "imports")]
-    // SAFETY: 1. the memory is not used.
-    let refused = unsafe { rig.pool.import(&s, &sent) }.unwrap_err();
-    assert!(matches!(refused, MemoryError::Driver(e) if e.call == Call::HandleImport.name()));
-    let before = rig.sim.outstanding();
-    let rig = exporting(8);
-    let s = rig.stream();
-    let block = rig.stable(&s, 2 * MIB);
-    let fd = block.export().unwrap().into_fd().unwrap();
-    #[expect(unsafe_code, reason = "imports")]
-    // SAFETY: 1. the memory is not used.
-    let refused = unsafe { rig.pool.import(&s, &Exported::from_fd(fd, 4 * MIB)) }.unwrap_err();
-    assert!(matches!(refused, MemoryError::Driver(_)), "a wrong number of bytes: {refused:?}");
-    assert_eq!(rig.sim.outstanding(), before, "nothing of a refused import is left");
-}
-
-#[test]
-fn a_fabric_takes_names_where_the_device_has_one() {
-    let mut config = SimConfig::h200(1);
-    config.devices[0].info.export_types.fabric = true;
-    let rig = Rig::on(Sim::new(config), 16, |config| config.export = ExportTypes::FABRIC);
-    let s = rig.stream();
-    let mut ours = rig.stable(&s, 2 * MIB);
-    fill(&s, &mut ours, 9);
-    let exported = ours.export_fabric().unwrap();
-    let sent = Exported::from_fabric(*exported.fabric().unwrap(), exported.bytes());
-    #[expect(unsafe_code, reason = "imports")]
-    // SAFETY: 1. all work is on one stream.
-    let theirs = unsafe { rig.pool.import(&s, &sent) }.unwrap();
-    assert!(read(&s, &theirs).iter().all(|&byte| byte == 9));
-    assert!(ours.export().is_err(), "made for the fabric alone");
-}
-
-#[test]
 fn without_virtual_memory_or_with_bypass_stable_blocks_are_driver_allocations() {
     let without = Rig::on(plain(), 16, |_| ());
     let bypass = Rig::on(Sim::h200(1), 16, |config| config.bypass = true);
@@ -271,7 +164,6 @@ fn without_virtual_memory_or_with_bypass_stable_blocks_are_driver_allocations() 
         assert!(read(&s, &block).iter().all(|&byte| byte == 3));
         assert_eq!((rig.budget.used(), rig.pool.stats().physical), (MIB + 512, MIB + 512));
         assert_eq!(rig.sim.outstanding().allocations, 1);
-        assert!(block.export().is_err());
         assert!(matches!(
             rig.pool.alloc_stable(&s, Request::bytes(MIB).align(4096)),
             Err(MemoryError::BadAlignment { align: 4096 })
@@ -303,7 +195,6 @@ fn a_legacy_block_is_one_allocation_beside_mapped_ones_under_the_same_budget() {
     fill(&s, &mut legacy, 2);
     assert!(read(&s, &mapped).iter().all(|&byte| byte == 1));
     assert!(read(&s, &legacy).iter().all(|&byte| byte == 2));
-    assert!(matches!(legacy.export(), Err(MemoryError::Unsupported { .. })));
     assert!(rig.pool.share(legacy.block(), "").is_err());
     let aligned = Request::bytes(MIB).align(4096);
     assert!(matches!(
@@ -342,16 +233,6 @@ fn a_legacy_block_whose_allocation_or_free_fails_changes_nothing_and_is_retried(
     assert!(rig.pool.trim(0).is_err());
     assert_eq!(rig.budget.used(), MIB);
     rig.assert_empty();
-}
-
-#[test]
-fn with_exports_bypass_still_maps_handles() {
-    let rig = Rig::on(Sim::h200(1), 16, |config| {
-        config.bypass = true;
-        config.export = ExportTypes::POSIX_FD.with_rdma();
-    });
-    let s = rig.stream();
-    assert!(rig.stable(&s, MIB).export().is_ok());
 }
 
 #[test]
@@ -432,17 +313,12 @@ fn a_stable_block_becomes_a_buffer_and_is_reported_like_any_other() {
 }
 
 #[test]
-fn a_stream_or_a_block_of_another_device_is_refused() {
+fn a_stream_of_another_device_is_refused() {
     let rig = Rig::on(Sim::h200(2), 16, |config| config.export = ExportTypes::POSIX_FD);
     let other = DevicePool::open(rig.sim.driver(), DeviceId(1), PoolConfig::default()).unwrap();
-    let (s, t) = (rig.stream(), other.stream().unwrap());
+    let t = other.stream().unwrap();
     let wrong = MemoryError::WrongDevice { expected: DeviceId(0), actual: DeviceId(1) };
     assert_eq!(rig.pool.alloc_stable(&t, Request::bytes(MIB)).unwrap_err(), wrong);
-    let exported = rig.stable(&s, MIB).export().unwrap();
-    #[expect(unsafe_code, reason = "imports")]
-    // SAFETY: 1. the memory is not used.
-    let refused = unsafe { other.import(&t, &exported) }.unwrap_err();
-    assert_eq!(refused, MemoryError::WrongDevice { expected: DeviceId(1), actual: DeviceId(0) });
 }
 
 /// No wait can be made for a capturing stream. The pool still waits for memory that other streams
