@@ -79,10 +79,7 @@ pub(crate) fn load(config: &mut PoolConfig, setting: &'static str) -> Result<Opt
 /// # Errors
 /// [`MemoryError::OutOfMemory`] if there is no room for the range; the driver's.
 pub(crate) fn open(core: &Arc<PoolCore>, plan: Arc<Plan>) -> Result<()> {
-    open_cursor(core, PlanCursor::new(Arc::unwrap_or_clone(plan)))
-}
-
-fn open_cursor(core: &Arc<PoolCore>, cursor: PlanCursor) -> Result<()> {
+    let cursor = PlanCursor::new(Arc::unwrap_or_clone(plan));
     let (kind, dedicated) = (BlockKind::Cached, &core.dedicated);
     let bytes = dedicated.round_up(cursor.plan().top());
     let take = |funds: Funds<'_>| dedicated.allocate_span(kind, bytes, 0, funds);

@@ -138,13 +138,4 @@ mod tests {
         assert_eq!(parsed("poison,canaries,leaks"), all);
         assert!(Debugging::parse("all,backtraces").unwrap().backtraces);
     }
-
-    #[test]
-    fn invalid_items_are_refused() {
-        for wrong in
-            ["", "1", "poison,", ",poison", " poison", "poison=1", "poison=", "quarantine", "ALL"]
-        {
-            assert!(Debugging::parse(wrong).is_none(), "{wrong:?}");
-        }
-    }
 }

@@ -1,16 +1,15 @@
 //! Pools with a plan, on a simulated device whose oracle checks every reuse.
 #![allow(clippy::unwrap_used, reason = "in tests")]
 
-use super::open_cursor;
 use crate::{Adoption, Block, DevicePool, PoolConfig, Request};
 use aquifer_core::{
     Action, Budget, MemoryError, PoolStats, Recorder, Tag, event::RingSink, random::SplitMix64,
 };
 use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange,
+    Access, DeviceId, DeviceRange,
     sim::{Sim, SimKernel},
 };
-use aquifer_formats::plan::{NEVER, Plan, PlanBlock, PlanCursor, PlanEdge, PlanOptions};
+use aquifer_formats::plan::{NEVER, Plan, PlanBlock, PlanOptions};
 use aquifer_stream::Stream;
 use std::{
     collections::BTreeMap,
@@ -172,61 +171,6 @@ fn a_loop_on_one_stream_hits_always_and_makes_no_driver_call() {
     rig.end();
 }
 
-/// Returns whether the oracle objects to a program under its plan without one of the edges.
-fn objects_without(blocks: &[PlanBlock], streams: usize, edge: PlanEdge) -> bool {
-    let plan = plan(blocks);
-    let mut cursor = PlanCursor::new((*plan).clone());
-    assert!(cursor.remove_edge(edge));
-    let sim = Sim::h200(1).stepped();
-    let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
-    open_cursor(pool.core(), cursor).unwrap();
-    let streams = (0..streams).map(|_| pool.stream().unwrap()).collect();
-    let rig = Rig { sim, budget: pool.budget().clone(), pool, streams, plan };
-    rig.run(blocks, &mut BTreeMap::new());
-    assert_eq!(rig.pool.stats().plan_hits, blocks.len() as u64);
-    !rig.sim.violations().is_empty()
-}
-
-#[test]
-fn reuse_across_streams_waits_for_the_recorded_edges() {
-    for seed in 0..20 {
-        let blocks = program(seed, 120, 3);
-        let rig = Rig::new(&blocks, 3, 2 * MIB);
-        assert!(!rig.plan.edges().is_empty());
-        let mut kept = BTreeMap::new();
-        for _ in 0..3 {
-            rig.run(&blocks, &mut kept);
-            rig.assert_adds_up();
-        }
-        let stats = rig.pool.stats();
-        assert_eq!((stats.plan_hits, stats.plan_strays), (360, 0));
-        assert!(stats.stream_waits > 0);
-        rig.assert_silent();
-        rig.end();
-    }
-}
-
-#[test]
-fn the_oracle_objects_to_a_plan_with_one_edge_removed() {
-    // One place, taken in turn by two streams, and used by a second one at the end.
-    let mut blocks: Vec<_> = (0..5).map(|n| block(MIB, n * 2, n * 2 + 1, n % 2)).collect();
-    blocks[3].shared = true;
-    let edges = plan(&blocks).edges().to_vec();
-    assert_eq!(edges.len(), 4);
-    for edge in edges {
-        // The use of the fourth by the stream of the fifth orders the two already.
-        assert_eq!(objects_without(&blocks, 2, edge), edge.before != 3, "{edge:?}");
-    }
-    // Some edges of random programs are implied by others.
-    let mut objections = 0;
-    for seed in 0..6 {
-        let blocks = program(seed, 120, 3);
-        let edges = plan(&blocks).edges()[..12].to_vec();
-        objections += edges.iter().filter(|&&edge| objects_without(&blocks, 3, edge)).count();
-    }
-    assert!(objections >= 15, "{objections} of 72 missing edges were found");
-}
-
 #[test]
 fn a_place_that_a_stream_still_uses_without_a_record_is_held_until_the_use_is_over() {
     let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 0), block(MIB, 4, 5, 0)];
@@ -285,24 +229,6 @@ fn streams_that_never_wait_for_each_other_take_no_place_that_another_one_uses() 
 }
 
 #[test]
-fn an_order_that_the_driver_refuses_sends_the_block_elsewhere_and_harms_no_later_one() {
-    let blocks = [block(MIB, 0, 1, 0), block(MIB, 2, 3, 1), block(MIB, 4, 5, 1)];
-    let rig = Rig::new(&blocks, 2, 8 * MIB);
-    let [own, other] = [&rig.streams[0], &rig.streams[1]];
-    let address = rig.first_life(own);
-    rig.sim.fail(Call::StreamWaitEvent, 1, 999);
-    let second = rig.pool.alloc(other, Request::bytes(MIB)).unwrap();
-    assert_ne!(second.address(), address);
-    // The third is of the same stream as the second, behind which the plan has no edge.
-    let third = rig.pool.alloc(other, Request::bytes(MIB)).unwrap();
-    rig.write(other, &third);
-    rig.assert_silent();
-    assert_eq!(rig.pool.stats().plan_hits, 1);
-    drop((second, third));
-    rig.end();
-}
-
-#[test]
 fn a_plan_that_is_missed_too_often_is_dropped_with_an_event_and_its_range_given_back() {
     let blocks: Vec<_> = (0..10).map(|n| block(MIB, n * 2, n * 2 + 1, 0)).collect();
     let ring = Arc::new(RingSink::new(1024));
@@ -328,22 +254,6 @@ fn a_plan_that_is_missed_too_often_is_dropped_with_an_event_and_its_range_given_
     assert_eq!(rig.pool.trim(0).unwrap(), rig.range_bytes());
     assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
     rig.end();
-}
-
-#[test]
-fn a_plan_that_rises_beside_other_memory_raises_the_peak() {
-    let blocks: Vec<_> = (0..10).map(|n| block(8 * MIB, n, 10 + n, 0)).collect();
-    let rig = Rig::new(&blocks, 2, 64 * MIB);
-    let stray = rig.pool.alloc(&rig.streams[1], Request::bytes(3 * MIB)).unwrap();
-    for rounds in 1..=2 {
-        rig.run(&blocks, &mut BTreeMap::new());
-        let stats = rig.pool.stats();
-        assert_eq!((stats.live, stats.plan_hits), (3 * MIB, rounds * 10));
-        assert!((83 * MIB..=85 * MIB).contains(&stats.peak_live), "{stats:?}");
-        rig.pool.reset_peaks();
-        assert_eq!(rig.pool.stats().peak_live, 3 * MIB);
-    }
-    drop(stray);
 }
 
 #[test]

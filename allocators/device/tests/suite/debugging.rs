@@ -347,12 +347,6 @@ fn live_blocks_are_reported_by_line_largest_first_and_again_when_the_pool_closes
     drop((small, large));
 }
 
-#[test]
-fn without_the_leak_mode_there_is_no_report() {
-    assert!(Rig::new(64).pool.leaks().is_none());
-    assert!(rig(Sim::h200(1), 64, only(|d| d.poison = true)).pool.leaks().is_none());
-}
-
 // ---- where findings go
 
 #[test]
@@ -377,33 +371,6 @@ fn a_finding_is_listed_recorded_and_passed_to_the_hook_whose_panic_is_caught() {
 }
 
 // ---- settings
-
-#[test]
-fn with_debugging_off_driver_calls_and_addresses_do_not_change() {
-    let run = |debug: Debugging| {
-        let rig = rig(Sim::h200(1).seeded(3), 32, debug);
-        let (s, u) = (rig.stream(), rig.stream());
-        let mut addresses = Vec::new();
-        for round in 0..40u64 {
-            let mut a = rig.bytes(&s, 1000 * (1 + round % 7));
-            let mut b = rig.bytes(&u, 1000 * (1 + round % 7));
-            s.fill(&mut a, 1).unwrap();
-            u.copy(&a, &mut b).unwrap();
-            addresses.extend([a.block().address(), b.block().address()]);
-        }
-        rig.pool.trim(0).unwrap();
-        // The kernel chooses the position of the whole range, depending on the existing mappings.
-        let first = addresses[0];
-        addresses.iter_mut().for_each(|address| *address = address.wrapping_sub(first));
-        (addresses, rig.sim.driver().calls().made())
-    };
-    let off = run(Debugging::default());
-    // A table of live blocks makes no driver call either.
-    assert_eq!(off, run(only(|d| d.leaks = true)));
-    let on = run(Debugging::all());
-    assert_ne!(off, on);
-    assert!(!off.1.iter().any(|(call, _)| *call == Call::CopyToHost));
-}
 
 #[test]
 fn bypass_allows_poison_and_leaks_and_refuses_guards_that_blind_the_memory_checker() {

@@ -63,22 +63,6 @@ fn memory_of_a_dropped_stream_serves_other_streams_before_the_pool_grows() {
 }
 
 #[test]
-fn blocks_returned_after_their_stream_is_dropped_serve_other_streams() {
-    let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
-    let (u, (s, raw)) = (rig.stream(), adopt(&rig, StreamLifetime::Retired));
-    let blocks: Vec<_> = (0..4).map(|_| rig.take(&s, 4)).collect();
-    s.retire().unwrap();
-    destroy(&rig, raw);
-    let mut live = vec![rig.take(&u, 4)];
-    assert_eq!(rig.pool.stats().physical, 20 * MIB);
-    drop(blocks);
-    live.extend((0..4).map(|_| rig.take(&u, 4)));
-    assert_eq!(rig.pool.stats().physical, 20 * MIB);
-    live.iter().for_each(|block| rig.write(&u, block));
-    rig.assert_silent();
-}
-
-#[test]
 fn memory_of_a_dropped_stream_is_reused_only_after_its_work() {
     for adoption in [Adoption::Wait, Adoption::DoneOnly] {
         let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 64, |config| {

@@ -1,13 +1,12 @@
 //! Tests of graph launches over the graph's own memory: each launch is ordered with every other use
-//! of that memory. The oracle checks this, and the controls show what it reports when the pool is
-//! not informed.
-#![expect(unsafe_code, reason = "captures, and launches by hand for the controls")]
+//! of that memory.
+#![expect(unsafe_code, reason = "captures")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{MIB, Rig, range, read};
+use crate::support::{MIB, Rig, read};
 use aquifer_core::MemoryError;
 use aquifer_device::{DeviceBuffer, Graph, GraphPool, Request};
-use aquifer_driver::{Access, CaptureMode, RawGraphExec, sim::Sim};
+use aquifer_driver::sim::Sim;
 use aquifer_stream::Stream;
 
 const LEN: usize = 4096;
@@ -161,96 +160,4 @@ fn a_capture_that_fails_leaves_no_graph_and_a_stream_that_runs() {
     assert_eq!(failed(|rig, s| rig.pool.alloc(s, Request::bytes(MIB)).map(drop)), Ok(()));
     s.synchronize().unwrap();
     rig.assert_silent();
-}
-
-/// Captures without the pool and returns a graph that can be launched without it.
-fn by_hand(s: &Stream, work: impl FnOnce()) -> RawGraphExec {
-    let driver = s.driver();
-    driver.capture_begin(s.raw(), CaptureMode::Relaxed).unwrap();
-    work();
-    let graph = driver.capture_end(s.raw()).unwrap();
-    let exec = driver.graph_instantiate(graph).unwrap();
-    // SAFETY: 1. known only here.
-    unsafe { driver.graph_destroy(graph) }.unwrap();
-    exec
-}
-
-/// The control: the capture is not announced, so memory of the capture returns to the cache it came
-/// from.
-#[test]
-fn a_replay_over_memory_returned_early_is_a_violation() {
-    let rig = Rig::new(64);
-    let s = rig.stream();
-    let mut at = 0;
-    let exec = by_hand(&s, || {
-        let mut temporary = rig.bytes(&s, LEN as u64);
-        at = temporary.block().address();
-        s.fill(&mut temporary, 1).unwrap();
-    });
-    let mut theirs = rig.bytes(&s, LEN as u64);
-    assert_eq!(theirs.block().address(), at);
-    s.fill(&mut theirs, 2).unwrap();
-    rig.assert_silent();
-    // SAFETY: 1. mapped. 2. deliberately broken: another block owns the memory by now.
-    unsafe { rig.sim.driver().graph_launch(exec, s.raw()) }.unwrap();
-    assert!(all(&read(&s, &theirs), 1), "and the bytes are wrong");
-    let found = rig.sim.take_violations();
-    assert!(!found.is_empty(), "the oracle saw nothing");
-}
-
-/// The control: two graphs that share a pool are launched directly on two unordered streams.
-#[test]
-fn unordered_launches_are_a_violation() {
-    let rig = Rig::stepped(64);
-    let (s, u) = (rig.stream(), rig.stream());
-    let graphs = rig.pool.graph_pool().unwrap();
-    let execs = [&s, &u].map(|on| {
-        let announced = graphs.announce(on).unwrap();
-        let exec = by_hand(on, || {
-            let mut temporary = rig.bytes(on, LEN as u64);
-            on.fill(&mut temporary, 1).unwrap();
-        });
-        drop(announced.end());
-        exec
-    });
-    for (exec, on) in execs.into_iter().zip([&s, &u]) {
-        // SAFETY: 1. mapped. 2. deliberately broken: the launches write the same bytes.
-        unsafe { rig.sim.driver().graph_launch(exec, on.raw()) }.unwrap();
-    }
-    rig.sim.run_all();
-    assert!(!rig.sim.take_violations().is_empty(), "the oracle saw nothing");
-    // The pool does not track these launches, so dropping it would add further violations.
-    rig.sim.oracle(false);
-}
-
-/// The control: a use of the graph's block is not ordered with a launch.
-#[test]
-fn a_direct_launch_beside_a_use_of_its_block_is_a_violation_unless_noted() {
-    for noted in [false, true] {
-        let rig = Rig::stepped(64);
-        let (s, u) = (rig.stream(), rig.stream());
-        let graphs = rig.pool.graph_pool().unwrap();
-        let announced = graphs.announce(&s).unwrap();
-        let mut kept = None;
-        let exec = by_hand(&s, || {
-            let mut x = rig.bytes(&s, LEN as u64);
-            s.fill(&mut x, 1).unwrap();
-            kept = Some(x);
-        });
-        let captured = announced.end();
-        let kept = kept.unwrap();
-        // SAFETY: 1. mapped. 2. nothing else uses it so far.
-        unsafe { rig.sim.driver().graph_launch(exec, u.raw()) }.unwrap();
-        if noted {
-            captured.launched(&u).unwrap();
-        }
-        let used = kept.block().prepare(&s, Access::Write).unwrap();
-        let generation = Some(kept.block().generation());
-        rig.sim.access(s.raw(), range(kept.block()), Access::Write, generation).unwrap();
-        used.finish().unwrap();
-        rig.sim.run_all();
-        assert_eq!(rig.sim.take_violations().is_empty(), noted);
-        // The pool does not track the unnoted launch, so dropping it would add further violations.
-        rig.sim.oracle(noted);
-    }
 }

@@ -1,84 +1,14 @@
 //! Tests that a block owns its bytes exactly until its last use on any stream is done.
 
-use crate::support::{MIB, Rig, assert_returned, assert_silent, range, read};
-use aquifer_core::{Budget, DeviceId, MemoryError, OpaqueBlock, PoolStats};
+use crate::support::{MIB, Rig, assert_returned, assert_silent, range};
+use aquifer_core::{Budget, DeviceId, OpaqueBlock};
 use aquifer_device::{DeviceBuffer, Direct, Request, Resource, StreamOrdered};
 use aquifer_driver::{
-    Access, Call,
+    Access,
     sim::{Sim, SimKernel, ViolationKind},
 };
 use aquifer_stream::StreamPool;
-use std::{collections::HashSet, sync::Arc, thread};
-
-#[test]
-fn rounds_on_one_stream_without_host_waits_read_back_the_last_pattern() {
-    let rig = Rig::stepped(64);
-    let s = rig.stream();
-    let mut last = rig.bytes(&s, MIB);
-    let mut addresses = HashSet::new();
-    for round in 0..32u8 {
-        s.fill(&mut last, round).unwrap();
-        let next = rig.bytes(&s, MIB);
-        addresses.insert(last.block().address());
-        last = next;
-    }
-    s.fill(&mut last, 0xab).unwrap();
-    assert_eq!(rig.calls(Call::StreamSynchronize), 0, "no round has waited");
-    assert!(read(&s, &last).iter().all(|&byte| byte == 0xab));
-    assert!(addresses.len() <= 2, "a freed block is used again at once: {addresses:x?}");
-    rig.assert_silent();
-}
-
-#[test]
-fn racing_streams_corrupt_nothing_and_memory_is_reused() {
-    for seed in 0..8 {
-        let rig = Rig::on(Sim::h200(1).seeded(seed), 32, |_| ());
-        let (s, u) = (rig.stream(), rig.stream());
-        let mut kept: Vec<DeviceBuffer<u8>> = Vec::new();
-        let mut addresses = HashSet::new();
-        for round in 0..64u8 {
-            let mut a = rig.bytes(&s, 256 << 10);
-            addresses.insert(a.block().address());
-            s.fill(&mut a, round).unwrap();
-            let mut b = rig.bytes(&u, 256 << 10);
-            u.copy(&a, &mut b).unwrap();
-            drop(a);
-            kept.push(b);
-        }
-        for (round, b) in (0..64u8).zip(&kept) {
-            assert!(read(&u, b).iter().all(|&byte| byte == round), "round {round} of seed {seed}");
-        }
-        assert!(addresses.len() < 64, "nothing was reused");
-        assert_eq!(rig.pool.stats().host_waits, 0);
-        rig.assert_silent();
-    }
-}
-
-/// The control for the test above: the pool is not informed of the use, the bytes are wrong, and
-/// the oracle reports it.
-#[test]
-fn without_recorded_uses_the_same_program_is_corrupted_and_reported() {
-    let rig = Rig::stepped(32);
-    let (s, u) = (rig.stream(), rig.stream());
-    let mut a = rig.bytes(&s, MIB);
-    s.fill(&mut a, 1).unwrap();
-    let b = rig.bytes(&u, MIB);
-    u.wait_for(&s).unwrap();
-    // A copy on `u` that the pool does not know about.
-    let (from, to) = (range(a.block()), range(b.block()));
-    let copy = SimKernel::new("untold").reads(from, None).writes(to, None).run(|memory| {
-        let bytes = memory.read(0).to_vec();
-        memory.write(1).copy_from_slice(&bytes);
-    });
-    rig.sim.launch(u.raw(), copy).unwrap();
-    drop(a);
-    let mut c = rig.bytes(&s, MIB);
-    assert_eq!(c.block().address(), from.address, "the pool knows of no reason to wait");
-    s.fill(&mut c, 2).unwrap();
-    s.synchronize().unwrap();
-    assert!(read(&u, &b).iter().all(|&byte| byte == 2), "the copy came too late");
-    assert!(!rig.sim.violations().is_empty());
-}
+use std::sync::Arc;
 
 #[test]
 fn a_block_with_an_open_use_is_skipped_until_the_use_is_finished() {
@@ -219,37 +149,6 @@ fn a_use_that_ends_after_the_drivers_own_resource_is_dropped_returns_its_block()
 }
 
 #[test]
-fn a_prepared_write_excludes_every_other_prepare_until_it_ends() {
-    let rig = Rig::new(8);
-    let (s, u) = (rig.stream(), rig.stream());
-    let block = rig.alloc(&s, MIB);
-    let busy = Err(MemoryError::Busy { address: block.address() });
-    let write = block.prepare(&u, Access::Write).unwrap();
-    assert_eq!(block.prepare(&s, Access::Read).map(drop), busy.clone());
-    assert_eq!(block.prepare(&u, Access::Write).map(drop), busy.clone());
-    write.abort();
-    let (one, two) =
-        (block.prepare(&s, Access::Read).unwrap(), block.prepare(&u, Access::Read).unwrap());
-    assert_eq!(block.prepare(&s, Access::ReadWrite).map(drop), busy);
-    one.finish().unwrap();
-    two.finish().unwrap();
-    block.prepare(&s, Access::ReadWrite).unwrap().finish().unwrap();
-}
-
-#[test]
-fn a_writer_waits_for_the_readers_of_other_streams() {
-    let rig = Rig::stepped(16);
-    let (s, u) = (rig.stream(), rig.stream());
-    let mut a = rig.bytes(&s, MIB);
-    let mut b = rig.bytes(&u, MIB);
-    s.fill(&mut a, 1).unwrap();
-    u.copy(&a, &mut b).unwrap();
-    s.fill(&mut a, 2).unwrap();
-    assert!(read(&u, &b).iter().all(|&byte| byte == 1));
-    rig.assert_silent();
-}
-
-#[test]
 fn free_drop_and_record_use_make_no_driver_call() {
     let rig = Rig::new(64);
     let (s, u) = (rig.stream(), rig.stream());
@@ -278,37 +177,6 @@ fn a_warm_stream_allocates_without_a_driver_call() {
         assert_eq!(round(), first, "the same operations, the same addresses");
     }
     assert_eq!(rig.sim.driver().calls().made(), before);
-}
-
-#[test]
-fn threads_with_a_stream_each_keep_their_patterns_and_the_sums_add_up() {
-    let rig = Rig::on(Sim::h200(1).seeded(7), 256, |_| ());
-    thread::scope(|scope| {
-        for id in 0..8u8 {
-            let rig = &rig;
-            scope.spawn(move || {
-                let s = rig.stream();
-                let mut held: Vec<(u8, DeviceBuffer<u8>)> = Vec::new();
-                for round in 0..64u8 {
-                    let pattern = id.wrapping_mul(31).wrapping_add(round);
-                    let mut buffer = rig.bytes(&s, 1024 * (1 + u64::from(round % 13)));
-                    s.fill(&mut buffer, pattern).unwrap();
-                    held.push((pattern, buffer));
-                    if round % 3 == 2 {
-                        let (pattern, buffer) = held.swap_remove(usize::from(round) % held.len());
-                        assert!(read(&s, &buffer).iter().all(|&byte| byte == pattern));
-                    }
-                }
-                for (pattern, buffer) in held {
-                    assert!(read(&s, &buffer).iter().all(|&byte| byte == pattern));
-                }
-            });
-        }
-    });
-    let stats: PoolStats = rig.pool.stats();
-    assert_eq!((stats.allocations, stats.frees), (8 * 64, 8 * 64));
-    assert_eq!((stats.live, stats.requested, stats.blocks), (0, 0, 0));
-    rig.assert_silent();
 }
 
 #[test]

@@ -167,23 +167,6 @@ fn range_at(address: u64) -> DeviceRange {
 }
 
 #[test]
-fn a_missing_wait_is_one_violation_after_everything_has_been_dropped() {
-    let sim = Sim::h200(1);
-    let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
-    let s = pool.stream().unwrap();
-    let mut x = pool.buffer::<u8>(&s, 4096).unwrap();
-    let earlier = line!() + 1;
-    s.fill(&mut x, 1).unwrap();
-    let u = sim.driver().stream_create(DeviceId(0), 0).unwrap();
-    let missing = line!() + 1;
-    sim.access(u, x.range(), Access::Read, None).unwrap();
-    drop((x, s, pool));
-    let found = sim.take_violations();
-    assert_eq!(later(&found), [missing], "{found:#?}");
-    assert_eq!(found[0].earlier.map(|party| party.site.line()), Some(earlier));
-}
-
-#[test]
 fn an_end_of_a_pool_under_work_that_it_does_not_know_is_named_by_the_line_that_opened_it() {
     let sim = Sim::h200(1);
     let opened = line!() + 1;

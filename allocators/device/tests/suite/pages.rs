@@ -165,21 +165,6 @@ fn views_of_two_runs_used_together_are_recorded_until_both_end() {
     }
 }
 
-#[test]
-fn a_write_of_freed_pages_that_bypasses_views_is_reported_as_a_race() {
-    let rig = Rig::stepped(16);
-    let (s, u) = (rig.stream(), rig.stream());
-    let arena = DevicePages::new(&rig.pool, &s, 2, PAGE).unwrap();
-    let mut pages = arena.take(1).unwrap();
-    u.fill(&mut arena.view_mut(&mut pages, 0..PAGE).unwrap(), 1).unwrap();
-    arena.free(pages).unwrap();
-    let again = arena.take(1).unwrap();
-    let at = arena.view(&again, 0..PAGE).unwrap().range();
-    rig.sim.access(s.raw(), at, Access::Write, None).unwrap();
-    rig.sim.run_all();
-    assert!(!rig.sim.violations().is_empty(), "or the test above proves nothing");
-}
-
 /// A kernel with a table of offsets finds its pages by itself.
 #[test]
 fn a_use_of_all_pages_is_ordered_after_earlier_uses_of_each_and_before_later_ones() {

@@ -8,7 +8,7 @@
 use crate::support::{MIB, Rig, read};
 use aquifer_core::MemoryError;
 use aquifer_device::{Declined, DeviceBuffer};
-use aquifer_driver::{Access, Operand, OperandMut, Typed, sim::Sim};
+use aquifer_driver::{Operand, Typed};
 
 fn out_of_range(start: u64, end: u64, len: u64) -> MemoryError {
     MemoryError::OutOfRange { start, end, len }
@@ -70,28 +70,6 @@ fn a_range_beyond_a_part_is_refused_with_its_bounds() {
 }
 
 #[test]
-fn chunks_visit_every_element_once() {
-    let rig = Rig::new(8);
-    let s = rig.stream();
-    for (len, chunk) in [(10usize, 3usize), (9, 3), (1, 5), (7, 1), (7, usize::MAX)] {
-        let mut x: DeviceBuffer<u8> = rig.pool.buffer(&s, len).unwrap();
-        let lengths: Vec<_> = x.chunks(chunk).unwrap().map(|part| part.len()).collect();
-        let expected: Vec<_> = vec![0; len].chunks(chunk).map(<[i32]>::len).collect();
-        assert_eq!(lengths, expected);
-        let chunks = x.chunks_mut(chunk).unwrap();
-        assert_eq!(chunks.len(), expected.len());
-        for (i, mut part) in chunks.enumerate() {
-            s.fill(&mut part, i as u8).unwrap();
-        }
-        assert_eq!(read(&s, &x), (0..len).map(|i| (i / chunk) as u8).collect::<Vec<_>>());
-        let mut parts = x.chunks(chunk).unwrap();
-        parts.by_ref().for_each(drop);
-        assert!(parts.next().is_none() && parts.len() == 0);
-    }
-    rig.assert_silent();
-}
-
-#[test]
 fn a_cast_to_a_type_that_does_not_fit_is_refused_and_returns_the_buffer() {
     let rig = Rig::new(8);
     let s = rig.stream();
@@ -117,65 +95,6 @@ fn a_cast_to_a_type_that_does_not_fit_is_refused_and_returns_the_buffer() {
     assert_eq!(rig.pool.stats().blocks, 0);
     let block = rig.alloc(&s, 64);
     assert_eq!(DeviceBuffer::<f64>::from_block(block).unwrap().len(), 8);
-}
-
-/// Both parts are lent, each to a stream of its own, and used alternately. Then the buffer is
-/// dropped and its bytes are reused.
-#[test]
-fn parts_lent_to_two_streams_are_recorded_until_both_are_returned() {
-    for seed in 0..60 {
-        let rig = Rig::on(Sim::h200(1).seeded(seed), 16, |_| ());
-        let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());
-        for _ in 0..3 {
-            let mut x = rig.bytes(&s, MIB);
-            s.fill(&mut x, 1).unwrap();
-            {
-                let (mut a, mut b) = x.split_at_mut(1000).unwrap();
-                a.order_mut(u.raw(), None, Access::ReadWrite).unwrap();
-                // Waits for `u`, as a use of the whole buffer. The borrow of `a` continues.
-                b.order_mut(v.raw(), None, Access::ReadWrite).unwrap();
-                for _ in 0..2 {
-                    rig.sim.access(u.raw(), a.range(), Access::Write, None).unwrap();
-                    rig.sim.access(v.raw(), b.range(), Access::Write, None).unwrap();
-                }
-            }
-            drop(x);
-            let mut y = rig.bytes(&s, MIB);
-            s.fill(&mut y, 2).unwrap();
-        }
-        rig.assert_silent();
-    }
-}
-
-/// The same with threads, each with its own part and stream.
-#[test]
-fn threads_fill_their_parts_of_one_buffer_completely() {
-    for seed in 0..8 {
-        let rig = Rig::on(Sim::h200(1).seeded(seed), 16, |_| ());
-        let s = rig.stream();
-        for round in 0..4u8 {
-            let mut x = rig.bytes(&s, MIB);
-            std::thread::scope(|scope| {
-                for (i, mut part) in x.chunks_mut(MIB as usize / 4).unwrap().enumerate() {
-                    let stream = rig.stream();
-                    scope.spawn(move || {
-                        stream.fill(&mut part, round + i as u8).unwrap();
-                        let value = vec![i as u8; 100];
-                        stream
-                            .scope(|c| c.upload(&value, &mut part.slice_mut(0..100)?))
-                            .unwrap()
-                            .unwrap();
-                    });
-                }
-            });
-            let back = read(&s, &x);
-            for (i, part) in back.chunks(MIB as usize / 4).enumerate() {
-                assert!(part[..100].iter().all(|&byte| byte == i as u8), "seed {seed}");
-                assert!(part[100..].iter().all(|&byte| byte == round + i as u8), "seed {seed}");
-            }
-        }
-        rig.assert_silent();
-    }
 }
 
 #[test]

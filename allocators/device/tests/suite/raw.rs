@@ -111,22 +111,6 @@ fn each_kind(check: impl Fn(&Rig)) {
 }
 
 #[test]
-fn a_use_recorded_through_an_address_keeps_its_memory_pending() {
-    let rig = Rig::stepped(64);
-    let (s, other) = (rig.stream(), rig.stream());
-    let address = rig.alloc(&s, MIB).into_raw();
-    let block = rig.pool.share_raw(address).unwrap();
-    other.wait_for(&s).unwrap();
-    rig.access(&other, &block, Access::Read);
-    block.record_use(&other, Access::Read).unwrap();
-    drop(block);
-    rig.pool.free_raw(address).unwrap();
-    assert_eq!(rig.pool.stats().pending, MIB, "the other stream has not finished with it");
-    other.synchronize().unwrap();
-    rig.assert_silent();
-}
-
-#[test]
 fn a_borrowed_block_ends_with_its_last_borrow() {
     each_kind(|rig| {
         let s = rig.stream();

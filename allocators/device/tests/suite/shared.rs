@@ -24,18 +24,6 @@ fn blocks_streams_and_pools_can_be_sent_and_shared() {
 }
 
 #[test]
-fn a_block_may_be_freed_by_another_thread() {
-    let rig = Rig::new(16);
-    let s = rig.stream();
-    for _ in 0..4 {
-        let block = rig.alloc(&s, MIB);
-        thread::scope(|scope| scope.spawn(move || drop(block)).join().unwrap());
-    }
-    assert_eq!((rig.pool.stats().blocks, rig.pool.stats().frees), (0, 4));
-    rig.assert_silent();
-}
-
-#[test]
 fn threads_that_take_over_memory_from_each_other_get_no_out_of_memory() {
     const THREADS: u64 = 16;
     let sim = Sim::h200(1).symbolic();

@@ -213,18 +213,6 @@ fn an_output_of_a_graph_may_be_dropped_in_every_phase() {
 }
 
 #[test]
-fn parked_graphs_of_a_closed_pool_leave_nothing_behind() {
-    let rig = rig(64);
-    let s = rig.stream();
-    let graphs = rig.pool.parkable_graph_pool(tags()[0]).unwrap();
-    let (graph, out) = captured(&rig, &graphs, &s, 4);
-    graph.launch(&s).unwrap();
-    begin_park(&rig, tags()[0], saved()).unwrap().commit();
-    drop((graph, graphs, out));
-    rig.assert_empty();
-}
-
-#[test]
 fn devices_without_virtual_memory_have_no_memory_of_graphs() {
     let rig = Rig::on(plain(), 64, |_| ());
     for refused in [rig.pool.graph_pool(), rig.pool.parkable_graph_pool(tags()[0])] {

@@ -6,7 +6,7 @@ use crate::support::{self, MIB, Reclaimer, Rig, assert_returned, plain};
 use aquifer_core::{Action, MemoryError, Recorder, event::RingSink};
 use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig, Request, StableBlock};
 use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange, ExportTypes,
+    Access, Call, DeviceId, ExportTypes,
     sim::{Sim, ViolationKind},
 };
 use aquifer_stream::Stream;
@@ -26,10 +26,6 @@ fn read(stream: &Stream, block: &StableBlock) -> Vec<u8> {
     let mut back = vec![0; len];
     stream.scope(|c| c.download(block.slice::<u8>(0..len).unwrap(), &mut back)).unwrap().unwrap();
     back
-}
-
-fn bytes_at(rig: &Rig, range: DeviceRange) -> Option<Vec<u8>> {
-    rig.sim.read_back(range)
 }
 
 #[test]
@@ -56,36 +52,6 @@ fn a_stable_block_is_one_handle_charged_whole_and_goes_at_the_next_trim() {
     rig.assert_silent();
 }
 
-#[test]
-fn nothing_is_unmapped_recycled_or_uncharged_while_a_token_lives() {
-    let rig = Rig::new(32);
-    let s = rig.stream();
-    let mut block = rig.stable(&s, 4 * MIB);
-    fill(&s, &mut block, 0x5a);
-    let token = block.register();
-    let second = token.clone();
-    assert_eq!(block.registrations(), 2);
-    let range = token.range();
-    drop(block);
-    drop(token);
-    s.synchronize().unwrap();
-    for round in 0..3 {
-        rig.pool.trim(0).unwrap();
-        assert_eq!(rig.budget.used(), 4 * MIB, "round {round}");
-        let other = rig.alloc(&s, 24 * MIB);
-        let apart = other.address() + 24 * MIB <= range.address
-            || range.address + 4 * MIB <= other.address();
-        assert!(apart, "the bytes of a block that is kept were given out");
-        s.synchronize().unwrap();
-    }
-    assert!(rig.pool.alloc(&s, Request::bytes(30 * MIB)).is_err(), "its charge is still there");
-    assert!(bytes_at(&rig, range).unwrap().iter().all(|&byte| byte == 0x5a));
-    drop(second);
-    assert!(rig.pool.alloc(&s, Request::bytes(30 * MIB)).is_ok(), "a slow path takes it down");
-    assert!(bytes_at(&rig, range).is_none(), "and it is unmapped");
-    rig.assert_silent();
-}
-
 /// The control for the tests above, for a pool that does not wait: both lines are reported.
 #[test]
 #[expect(unsafe_code, reason = "breaks the promise on purpose")]
@@ -107,21 +73,6 @@ fn an_unmap_under_a_token_is_reported_with_both_lines() {
     assert_eq!((earlier.file(), earlier.line()), (file!(), registered));
     assert_eq!((found.later.site.file(), found.later.site.line()), (file!(), unmapped));
     drop(token);
-}
-
-#[test]
-fn departed_memory_is_waited_for_before_an_allocation_is_refused() {
-    // Work runs while the host polls.
-    let rig = Rig::on(Sim::h200(1).seeded(1), 8, |_| ());
-    let s = rig.stream();
-    let mut block = rig.stable(&s, 8 * MIB);
-    fill(&s, &mut block, 1);
-    drop(block);
-    let mut next = rig.stable(&s, 8 * MIB);
-    fill(&s, &mut next, 2);
-    drop(next);
-    assert!(rig.pool.alloc(&s, Request::bytes(8 * MIB)).is_ok());
-    rig.assert_silent();
 }
 
 #[test]
@@ -259,19 +210,6 @@ fn the_last_of_pool_block_and_token_releases_everything() {
         }
         assert_returned(&sim, &budget);
     }
-}
-
-#[test]
-fn a_forgotten_token_keeps_the_memory_for_good() {
-    let rig = Rig::new(8);
-    let s = rig.stream();
-    let block = rig.stable(&s, 2 * MIB);
-    let _forgotten = std::mem::ManuallyDrop::new(block.register());
-    drop(block);
-    s.synchronize().unwrap();
-    assert_eq!(rig.pool.trim(0), Ok(0));
-    assert_eq!(rig.budget.used(), 2 * MIB);
-    rig.assert_silent();
 }
 
 #[test]

@@ -313,13 +313,6 @@ impl PlanCursor {
         }
     }
 
-    /// Removes an edge from what [`PlanCursor::followed`] returns, so that tests can show that
-    /// something objects. Returns whether there was one.
-    #[doc(hidden)]
-    pub fn remove_edge(&mut self, edge: crate::plan::PlanEdge) -> bool {
-        self.expectation.remove_edge(edge)
-    }
-
     /// Tells that a stream of the plan is another one of the program from here on. No later block
     /// relies on the plan's order behind earlier ones of this stream.
     pub fn replace_stream(&mut self, stream: u32) {

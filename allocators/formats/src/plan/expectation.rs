@@ -1,9 +1,6 @@
 //! What a plan says about its blocks, arranged for a cursor.
 
-use crate::plan::{
-    block::{PlanEdge, PlannedBlock},
-    reuse,
-};
+use crate::plan::{block::PlannedBlock, reuse};
 use std::collections::HashMap;
 
 /// The number of a size and stream.
@@ -157,17 +154,6 @@ impl Expectation {
     #[inline]
     pub(crate) fn unordered(&self, block: u32) -> &[u32] {
         self.block(block).map_or(&[], |block| self.list(block, UNORDERED))
-    }
-
-    /// Removes an edge from what [`Expectation::unordered`] returns.
-    pub(crate) fn remove_edge(&mut self, edge: PlanEdge) -> bool {
-        let at = self.unordered(edge.after).iter().position(|&before| before == edge.before);
-        let (Some(at), Some(block)) = (at, self.block(edge.after)) else { return false };
-        let at = block.lists[UNORDERED] + at;
-        self.predecessors.remove(at);
-        let starts = self.blocks.iter_mut().flat_map(|block| &mut block.lists);
-        starts.filter(|start| **start > at).for_each(|start| *start -= 1);
-        true
     }
 
     /// Returns the block that ends three allocations of these keys: the next one from `block` on,
