@@ -162,13 +162,12 @@ fn a_part_that_is_lent() {
 fn parts_beside_each_other_that_are_lent() {
     forgetting(|rig| {
         let mut x = rig.buffer(&rig.s);
-        let mut chunks = x.chunks_mut(BYTES / 4).unwrap();
-        let (mut a, mut b) = (chunks.next().unwrap(), chunks.next().unwrap());
+        let (mut a, mut b) = x.split_at_mut(BYTES / 4).unwrap();
         a.order_mut(rig.u.raw(), None, Access::Write).unwrap();
         b.order_mut(rig.s.raw(), None, Access::Write).unwrap();
         rig.kernel(&rig.u, a.range(), Access::Write);
         rig.kernel(&rig.s, b.range(), Access::Write);
-        forget((a, b, chunks));
+        forget((a, b));
     });
 }
 

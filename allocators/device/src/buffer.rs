@@ -4,7 +4,7 @@ mod adopted;
 mod slice;
 
 pub use adopted::Adopted;
-pub use slice::{Chunks, ChunksMut, DeviceSlice, DeviceSliceMut};
+pub use slice::{DeviceSlice, DeviceSliceMut};
 
 use crate::{Block, Request, Resource};
 use aquifer_core::{MemoryError, Result};
@@ -33,9 +33,7 @@ use std::{error, fmt, marker::PhantomData, ops::Range};
 /// s.fill(&mut x, 1.5)?;
 /// let (left, mut right) = x.split_at_mut(500)?;
 /// s.copy(&left.slice(0..100)?, &mut right.slice_mut(0..100)?)?;
-/// for (i, mut chunk) in x.chunks_mut(250)?.enumerate() {
-///     s.fill(&mut chunk, i as f32)?;
-/// }
+/// s.fill(&mut x.slice_mut(750..1000)?, 3.0)?;
 /// let bits: DeviceBuffer<u32> = x.cast()?;
 /// let mut back = vec![0; 1000];
 /// s.try_scope(|c| c.download(&bits, &mut back))?;
@@ -218,23 +216,6 @@ impl<T: Pod> DeviceBuffer<T> {
         mid: usize,
     ) -> Result<(DeviceSliceMut<'_, T>, DeviceSliceMut<'_, T>)> {
         self.as_mut_slice().into_split(mid)
-    }
-
-    /// An iterator over shared slices of `len` elements. The last may be shorter.
-    ///
-    /// # Errors
-    /// [`MemoryError::ZeroSize`] for a `len` of 0.
-    pub fn chunks(&self, len: usize) -> Result<Chunks<'_, T>> {
-        self.as_slice().chunks(len)
-    }
-
-    /// An iterator over mutable slices of `len` elements. The last may be shorter. See
-    /// [`DeviceSliceMut`] on the order of their uses.
-    ///
-    /// # Errors
-    /// [`MemoryError::ZeroSize`] for a `len` of 0.
-    pub fn chunks_mut(&mut self, len: usize) -> Result<ChunksMut<'_, T>> {
-        self.as_mut_slice().into_chunks(len)
     }
 }
 

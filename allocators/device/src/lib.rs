@@ -260,7 +260,7 @@ pub use aquifer_core::{
 pub use arena::DeviceArena;
 pub use base::record::BlockRecord;
 pub use block::Block;
-pub use buffer::{Adopted, Chunks, ChunksMut, Declined, DeviceBuffer, DeviceSlice, DeviceSliceMut};
+pub use buffer::{Adopted, Declined, DeviceBuffer, DeviceSlice, DeviceSliceMut};
 pub use checked::{
     CANARY, Debugging, Fault, Finding, FindingHook, GUARD_BYTES, LeakGroup, LeakReport,
     POISON_ALLOCATED, POISON_FREED,

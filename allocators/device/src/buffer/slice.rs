@@ -5,7 +5,7 @@ use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
 use aquifer_stream::{Account, TrackUses};
 use bytemuck::Pod;
-use std::{fmt, iter::FusedIterator, marker::PhantomData, ops::Range};
+use std::{fmt, marker::PhantomData, ops::Range};
 
 /// The position of a slice in its block.
 #[derive(Clone, Copy)]
@@ -151,14 +151,6 @@ impl<'a, T: Pod> DeviceSlice<'a, T> {
         ))
     }
 
-    /// An iterator over slices of `len` elements. The last may be shorter.
-    ///
-    /// # Errors
-    /// [`MemoryError::ZeroSize`] for a `len` of 0.
-    pub fn chunks(&self, len: usize) -> Result<Chunks<'a, T>> {
-        Ok(Chunks { rest: *self, len: at_least_one(len)? })
-    }
-
     /// Reinterprets the bytes as elements of another type.
     ///
     /// # Errors
@@ -229,31 +221,6 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
         ))
     }
 
-    /// An iterator over shared slices of `len` elements. The last may be shorter.
-    ///
-    /// # Errors
-    /// [`MemoryError::ZeroSize`] for a `len` of 0.
-    pub fn chunks(&self, len: usize) -> Result<Chunks<'_, T>> {
-        self.as_slice().chunks(len)
-    }
-
-    /// An iterator over mutable slices of `len` elements. The last may be shorter.
-    ///
-    /// # Errors
-    /// [`MemoryError::ZeroSize`] for a `len` of 0.
-    pub fn chunks_mut(&mut self, len: usize) -> Result<ChunksMut<'_, T>> {
-        self.reborrow().into_chunks(len)
-    }
-
-    /// As [`DeviceSliceMut::chunks_mut`], for as long as the buffer is borrowed.
-    ///
-    /// # Errors
-    /// [`MemoryError::ZeroSize`] for a `len` of 0.
-    pub fn into_chunks(self, len: usize) -> Result<ChunksMut<'a, T>> {
-        let rest = Self { part: self.part.non_exclusive(), elements: PhantomData };
-        Ok(ChunksMut { rest, len: at_least_one(len)? })
-    }
-
     /// Reinterprets the bytes as elements of another type.
     ///
     /// # Errors
@@ -262,55 +229,6 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
         Ok(DeviceSliceMut { part: self.part.cast::<T, U>()?, elements: PhantomData })
     }
 }
-
-fn at_least_one(len: usize) -> Result<usize> {
-    if len == 0 { Err(MemoryError::ZeroSize) } else { Ok(len) }
-}
-
-/// An iterator over consecutive shared slices of a buffer. Created by [`DeviceSlice::chunks`].
-///
-/// See [`DeviceBuffer::slice`](crate::DeviceBuffer::slice) for an example.
-#[derive(Debug)]
-pub struct Chunks<'a, T> {
-    rest: DeviceSlice<'a, T>,
-    len: usize,
-}
-
-/// An iterator over consecutive mutable slices of a buffer. Created by
-/// [`DeviceSliceMut::chunks_mut`].
-///
-/// See [`DeviceBuffer::slice`](crate::DeviceBuffer::slice) for an example.
-#[derive(Debug)]
-pub struct ChunksMut<'a, T> {
-    rest: DeviceSliceMut<'a, T>,
-    len: usize,
-}
-
-macro_rules! chunks {
-    ($chunks:ident, $slice:ident) => {
-        impl<'a, T: Pod> Iterator for $chunks<'a, T> {
-            type Item = $slice<'a, T>;
-            fn next(&mut self) -> Option<Self::Item> {
-                if self.rest.part.len == 0 {
-                    return None;
-                }
-                let (chunk, rest) =
-                    self.rest.part.split::<T>(self.len.min(self.rest.part.len)).ok()?;
-                self.rest.part = rest;
-                Some($slice { part: chunk, elements: PhantomData })
-            }
-            fn size_hint(&self) -> (usize, Option<usize>) {
-                let left = self.rest.part.len.div_ceil(self.len);
-                (left, Some(left))
-            }
-        }
-        impl<T: Pod> ExactSizeIterator for $chunks<'_, T> {}
-        impl<T: Pod> FusedIterator for $chunks<'_, T> {}
-    };
-}
-
-chunks!(Chunks, DeviceSlice);
-chunks!(ChunksMut, DeviceSliceMut);
 
 macro_rules! part {
     ($slice:ident) => {

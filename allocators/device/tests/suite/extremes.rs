@@ -96,7 +96,6 @@ fn every_other_size_is_checked_before_it_is_rounded_up() {
         assert!(DevicePages::new(&rig.pool, &s, 1, bytes).is_err());
         assert!(rig.pool.give_back(bytes, None).missing > 0);
         assert!(x.slice(1..len).is_err() && x.split_at(len).is_err());
-        assert_eq!(x.chunks(len).unwrap().count(), 1);
     }
     rig.assert_silent();
 }
