@@ -3,7 +3,7 @@
 #![expect(unsafe_code, reason = "receives memory that others work with")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use crate::support::{MIB, Random, Rig, plain, read};
+use crate::support::{MIB, Rig, plain, read};
 use aquifer_core::{Budget, MemoryError, Tag};
 use aquifer_device::{
     Block, DeviceBuffer, DevicePool, PoolConfig, ReceivedBlock, Request, ShareError, check_peer,
@@ -401,57 +401,5 @@ fn a_budget_is_charged_for_shared_memory_once() {
     assert_eq!(budget.used(), 8 * MIB);
     for theirs in theirs {
         theirs.close().unwrap();
-    }
-}
-
-#[test]
-fn random_traffic_around_shared_blocks_changes_no_byte_of_them_and_leaves_nothing() {
-    for seed in 0..4 {
-        let mut random = Random::new(seed);
-        let mut next = |below: u64| random.below(below);
-        let handle_bytes = if seed % 2 == 0 { UNIT } else { 0 };
-        let rig = sharing(24, |config| {
-            config.handle_bytes = handle_bytes;
-            config.slack = if seed % 3 == 0 { 6 } else { config.slack };
-        });
-        let (streams, other) = ([rig.stream(), rig.stream()], other_pool(&rig));
-        let to = other.stream().unwrap();
-        let mut blocks: Vec<(DeviceBuffer<u8>, Vec<ReceivedBlock>, u8)> = Vec::new();
-        for step in 1..=100 {
-            let s = &streams[next(2) as usize];
-            match next(6) {
-                0..=2 => {
-                    let bytes = (next(6 * MIB) + 1).min(next(6 * MIB) + 1);
-                    if let Ok(mut buffer) = rig.pool.buffer::<u8>(s, bytes as usize) {
-                        s.fill(&mut buffer, step).unwrap();
-                        blocks.push((buffer, Vec::new(), step));
-                    }
-                }
-                3 if !blocks.is_empty() => {
-                    let at = next(blocks.len() as u64) as usize;
-                    let (buffer, received, _) = &mut blocks[at];
-                    streams.iter().for_each(|s| s.synchronize().unwrap());
-                    received.push(pass(&rig, &other, &to, buffer.block(), ""));
-                }
-                4 if !blocks.is_empty() => {
-                    let at = next(blocks.len() as u64) as usize;
-                    let (buffer, received, _) = blocks.swap_remove(at);
-                    received.into_iter().for_each(|theirs| assert_eq!(theirs.close(), Ok(true)));
-                    drop(buffer);
-                }
-                _ => drop(rig.pool.trim(next(32) * MIB).unwrap()),
-            }
-            for (_, received, value) in blocks.iter().filter(|_| step % 10 == 0) {
-                for theirs in received.iter().take(1) {
-                    assert!(read_back(&to, theirs).iter().all(|byte| byte == value), "seed {seed}");
-                }
-            }
-        }
-        drop(blocks);
-        streams.iter().chain([&to]).for_each(|s| s.synchronize().unwrap());
-        other.trim(0).unwrap();
-        rig.pool.trim(0).unwrap();
-        assert_eq!((rig.sim.outstanding().handles, rig.budget.used()), (0, 0), "seed {seed}");
-        rig.assert_silent();
     }
 }
