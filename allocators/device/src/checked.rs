@@ -41,7 +41,7 @@ use crate::{
         driver::{is_shortage, notify_observer},
         extent::{PackedRequest, UntilFree},
         pending::{DeferredFree, PendingUses, PendingWork},
-        record::{BlockRecord, LiveBlockList, stream_of},
+        record::{BlockRecord, LiveBlockList},
         released::reclaim_cost,
         usage::LiveUsage,
         waits::{deadline, has_passed},
@@ -57,7 +57,6 @@ use aquifer_driver::{DeviceRange, Driver, KeepAlive, Ownership, RawStream, site}
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
 use guards::{GuardLayout, GuardedBlock};
 use std::{
-    backtrace::Backtrace,
     collections::{BTreeMap, VecDeque},
     mem,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -244,10 +243,6 @@ impl CheckedPool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn backtrace(&self) -> Option<Arc<Backtrace>> {
-        self.settings.backtraces.then(|| Arc::new(Backtrace::force_capture()))
-    }
-
     /// Allocates a block with its guards. The request has been checked.
     #[track_caller]
     pub(crate) fn allocate(
@@ -280,19 +275,8 @@ impl CheckedPool {
         let (capacity, generation, owner_stream) =
             (held.capacity(), held.generation(), held.home());
         let address = held.address() + layout.front;
-        let record = BlockRecord {
-            address,
-            bytes: request.size(),
-            tag: request.owner(),
-            number: self.listing.number(),
-            stream: stream_of(&owner_stream),
-            of_pool: owner_stream.number(),
-            born: Instant::now(),
-            allocated_at,
-            freed_at: None,
-            allocated_by: self.backtrace(),
-            freed_by: None,
-        };
+        let range = (address, request.size());
+        let record = self.listing.record(range, request.owner(), &owner_stream, allocated_at);
         debug_assert!(layout.front + request.size() <= capacity, "a block has no room for guards");
         debug_assert!(address.is_multiple_of(request.alignment()), "a block is not aligned");
         self.fill_new(&held, &owner_stream, &layout, generation)?;
@@ -749,7 +733,7 @@ impl Reclaim for CheckedPool {
 
 impl ReleaseBlock for CheckedPool {
     fn release(&self, deferred: DeferredFree) {
-        let (freed_at, freed_by) = (site::entered(), self.backtrace());
+        let (freed_at, freed_by) = (site::entered(), self.listing.backtrace());
         let leaves = {
             let mut state = self.state();
             let address = deferred.address;

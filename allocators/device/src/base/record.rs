@@ -6,7 +6,7 @@ use aquifer_stream::Timeline;
 use std::{
     backtrace::Backtrace,
     collections::BTreeMap,
-    env, fmt,
+    fmt,
     panic::Location,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
@@ -64,88 +64,16 @@ impl BlockRecord {
     pub(crate) fn write_details(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "\n  block       {self}\n  allocated   {}", self.allocated_at)?;
         if let Some(stack) = &self.allocated_by {
-            write!(f, "\n  allocated by")?;
-            write_stack(f, &stack.to_string())?;
+            write!(f, "\n  allocated by\n{}", stack.to_string().trim_end())?;
         }
         if let Some(freed_at) = self.freed_at {
             write!(f, "\n  freed       {freed_at}")?;
         }
         if let Some(stack) = &self.freed_by {
-            write!(f, "\n  freed by")?;
-            write_stack(f, &stack.to_string())?;
+            write!(f, "\n  freed by\n{}", stack.to_string().trim_end())?;
         }
         Ok(())
     }
-}
-
-/// The crates whose frames lead from the program into the capture of a stack.
-const LIBRARY_CRATES: [&str; 9] = [
-    "std",
-    "core",
-    "alloc",
-    "aquifer",
-    "aquifer_adapters",
-    "aquifer_core",
-    "aquifer_device",
-    "aquifer_host",
-    "aquifer_stream",
-];
-
-/// The standard library's frame below `main`, a test, and the function of a thread.
-const BELOW_MAIN: &str = "__rust_begin_short_backtrace";
-
-/// Writes the frames of the program: not those of this library and of the standard library above
-/// them, nor what is below `main`. Writes all of them if there are no others, as in a program in C
-/// without symbols.
-fn write_stack(f: &mut fmt::Formatter<'_>, stack: &str) -> fmt::Result {
-    // A frame is a line "  12: name", or "      name" if it is inlined, and a line "at file:line".
-    let mut frames: Vec<(&str, Option<&str>)> = Vec::new();
-    for line in stack.lines().map(str::trim_start) {
-        match (line.strip_prefix("at "), frames.last_mut()) {
-            (Some(place), Some((_, at))) => *at = Some(place),
-            _ => {
-                let (number, name) = line.split_once(": ").unwrap_or_default();
-                let numbered = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
-                frames.push((if numbered { name } else { line }, None));
-            }
-        }
-    }
-    // Debug information with lines alone names a function without its crate, but says its file. A
-    // path that begins with a point is one below the current folder.
-    let here = env::current_dir().unwrap_or_default();
-    let here = here.to_string_lossy();
-    let sources = file!().strip_suffix("/src/base/record.rs").unwrap_or_default();
-    let sources = &sources[..sources.rfind("device").unwrap_or(0)];
-    let is_library = |(name, at): &(&str, Option<&str>)| {
-        let path = name.trim_start_matches(['<', '&']);
-        let end = path.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(path.len());
-        let named = path[end..].starts_with("::") && LIBRARY_CRATES.contains(&&path[..end]);
-        named
-            || at.is_some_and(|at| {
-                let file = at.strip_prefix('.').map(|below| format!("{here}{below}"));
-                let file = file.as_deref().unwrap_or(at);
-                file.starts_with("/rustc/")
-                    || file.contains("/rustlib/src/rust/")
-                    || (file.contains("/src/") && !sources.is_empty() && file.contains(sources))
-            })
-    };
-    let first = frames.iter().position(|frame| !is_library(frame)).unwrap_or(0);
-    let below = frames.iter().position(|(name, _)| name.contains(BELOW_MAIN));
-    let mut shown = &frames[first..below.unwrap_or(frames.len()).max(first)];
-    while let [rest @ .., last] = shown
-        && is_library(last)
-        && below.is_some()
-    {
-        shown = rest;
-    }
-    let shown = if shown.is_empty() { &frames[..] } else { shown };
-    for (name, at) in shown {
-        write!(f, "\n    {name}")?;
-        if let Some(at) = at {
-            write!(f, "\n      at {at}")?;
-        }
-    }
-    Ok(())
 }
 
 /// Returns the number by which findings name a stream: the driver's own, which violations of the
@@ -199,34 +127,45 @@ impl LiveBlockList {
         self.live.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the number of the next block.
-    pub(crate) fn number(&self) -> u64 {
-        self.numbers.fetch_add(1, Ordering::Relaxed) + 1
+    /// Returns the call stack, if stacks are kept.
+    pub(crate) fn backtrace(&self) -> Option<Arc<Backtrace>> {
+        self.backtraces.then(|| Arc::new(Backtrace::force_capture()))
+    }
+
+    /// Returns the record of the next block.
+    pub(crate) fn record(
+        &self,
+        (address, bytes): (u64, u64),
+        tag: Tag,
+        owner_stream: &Timeline,
+        allocated_at: &'static Location<'static>,
+    ) -> BlockRecord {
+        BlockRecord {
+            address,
+            bytes,
+            tag,
+            number: self.numbers.fetch_add(1, Ordering::Relaxed) + 1,
+            stream: stream_of(owner_stream),
+            of_pool: owner_stream.number(),
+            born: Instant::now(),
+            allocated_at,
+            freed_at: None,
+            allocated_by: self.backtrace(),
+            freed_by: None,
+        }
     }
 
     /// Lists a block of `bytes`, or of the committed bytes, until the returned value is dropped.
     #[track_caller]
     pub(crate) fn list(
         self: &Arc<Self>,
-        (address, bytes): (u64, u64),
+        range: (u64, u64),
         tag: Tag,
         owner_stream: &Timeline,
         committed: Option<Arc<dyn CommittedBytes>>,
     ) -> LiveBlockEntry {
-        let number = self.number();
-        let record = BlockRecord {
-            address,
-            bytes,
-            tag,
-            number,
-            stream: stream_of(owner_stream),
-            of_pool: owner_stream.number(),
-            born: Instant::now(),
-            allocated_at: site::current(),
-            freed_at: None,
-            allocated_by: self.backtraces.then(|| Arc::new(Backtrace::force_capture())),
-            freed_by: None,
-        };
+        let record = self.record(range, tag, owner_stream, site::current());
+        let number = record.number;
         let committed = committed.as_ref().map(Arc::downgrade);
         let before = self.live().insert(number, UncheckedBlock { record, committed });
         debug_assert!(before.is_none(), "two blocks have one number");
@@ -246,60 +185,5 @@ impl LiveBlockList {
             (bytes > 0).then(|| BlockRecord { bytes, ..block.record.clone() })
         });
         records.collect()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    struct Written<'a>(&'a str);
-
-    impl fmt::Display for Written<'_> {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            write_stack(f, self.0)
-        }
-    }
-
-    #[test]
-    fn a_stack_is_shown_from_the_programs_own_frame_down_to_main() {
-        let stack = "   0: std::backtrace_rs::backtrace::trace
-             at /rustc/1/library/std/src/backtrace.rs:1:2
-       1: <aquifer_device::checked::CheckedPool as core::fmt::Debug>::allocate
-      aquifer_device::pool::DevicePool::alloc
-             at ./src/pool.rs:3:4
-       2: core::ops::function::FnOnce::call_once
-       3: <server::Cache as server::Store>::put
-             at /server/src/cache.rs:5:6
-       4: std::panicking::catch_unwind
-       5: server::main
-             at /server/src/main.rs:7:8
-       6: core::ops::function::FnOnce::call_once
-       7: std::sys::backtrace::__rust_begin_short_backtrace
-       8: main
-       9: __libc_start_main
-      10: _start
-    ";
-        let expected = "
-    <server::Cache as server::Store>::put
-      at /server/src/cache.rs:5:6
-    std::panicking::catch_unwind
-    server::main
-      at /server/src/main.rs:7:8";
-        assert_eq!(Written(stack).to_string(), expected);
-        let lines_only = "   0: alloc
-             at ./allocators/device/src/pool.rs:1:2
-       1: step
-             at /server/src/step.rs:3:4
-       2: call_once<server::main, ()>
-             at /rustc/1/library/core/src/ops/function.rs:250:5
-       3: __rust_begin_short_backtrace<fn(), ()>
-    ";
-        let expected = "\n    step\n      at /server/src/step.rs:3:4";
-        assert_eq!(Written(lines_only).to_string(), expected);
-        let foreign = "   0: std::backtrace\n   1: aquifer_device::pool";
-        assert_eq!(Written(foreign).to_string().lines().count(), 3);
-        let of_c = "   0: aquifer_device::pool::alloc\n   1: step\n   2: main\n";
-        assert_eq!(Written(of_c).to_string(), "\n    step\n    main");
     }
 }

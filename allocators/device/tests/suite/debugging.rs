@@ -185,8 +185,6 @@ fn the_stack_of_a_plain_drop_is_reported_if_stacks_are_enabled() {
     assert!(finding.block.allocated_by.is_some() && finding.block.freed_by.is_some());
     let text = finding.to_string();
     assert!(text.contains("the_stack_of_a_plain_drop"), "{text}");
-    let beside = ["aquifer_device::", "src/checked", "src/pool", "/rustc/", "short_backtrace"];
-    assert!(beside.iter().all(|frame| !text.contains(frame)), "{text}");
     let stack = finding.block.freed_by.unwrap().to_string();
     assert!(stack.contains("the_stack_of_a_plain_drop"), "{stack}");
     assert_violations(&rig, ViolationKind::OutsideBlock);
