@@ -284,8 +284,8 @@ impl PinnedPool {
     }
 
     /// Releases wholly free regions, largest first. Returns the number of bytes released. At least
-    /// `keep` free bytes stay. Polls pending blocks and drains magazines first. Blocks until devices
-    /// are idle, so call it at quiet points.
+    /// `keep` free bytes stay. Polls pending blocks and drains magazines first. Blocks until
+    /// devices are idle, so call it at quiet points.
     ///
     /// # Errors
     /// The driver's or the kernel's error when a region could not be released. That region is

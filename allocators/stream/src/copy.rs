@@ -62,8 +62,8 @@ struct CopyPlan {
 }
 
 impl CopyPlan {
-    /// Plans a copy between `host` elements and all of `range`. Refused while the stream captures: the copy would run at each launch of the graph, after its
-    /// host side has been released.
+    /// Plans a copy between `host` elements and all of `range`. Refused while the stream captures:
+    /// the copy would run at each launch of the graph, after its host side has been released.
     fn new<T>(
         stream: &Stream,
         direction: Direction,

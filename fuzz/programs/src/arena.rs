@@ -1,4 +1,5 @@
-//! Programs over a ring of arenas, one per step, with nested scopes, whose blocks devices still read.
+//! Programs over a ring of arenas, one per step, with nested scopes, whose blocks devices still
+//! read.
 //!
 //! The arenas are over an allocator that tracks its blocks ([`books`]), fails when the program says
 //! so, and holds freed blocks back until their gates are open. Invariants after every operation:

@@ -118,9 +118,9 @@ impl MachineState {
         let store = &self.space.store;
         match &item.work {
             Work::WriteValue { address, value } => self.values.write(*address, *value),
-            // SAFETY: 1. Device memory is mapped and accessible, as was checked. The caller promised
-            // that host memory stays valid until the work is done. 2. The caller promised that
-            // there is no other access.
+            // SAFETY: 1. Device memory is mapped and accessible, as was checked. The caller
+            // promised that host memory stays valid until the work is done. 2. The caller promised
+            // that there is no other access.
             Work::Copy(work) => unsafe { work.execute(store) },
             _ => {}
         }

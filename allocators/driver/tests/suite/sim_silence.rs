@@ -1,6 +1,6 @@
 //! Tests that every ordering operation orders, that no other operation does, and that correct
-//! programs cause no violation. What streams, events and the waits of the host order is compared with
-//! a plain search in `sim_model.rs`.
+//! programs cause no violation. What streams, events and the waits of the host order is compared
+//! with a plain search in `sim_model.rs`.
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 

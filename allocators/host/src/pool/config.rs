@@ -20,10 +20,10 @@ pub struct PinnedConfig {
     pub pinning: Pinning,
     /// Minimum bytes of a region. Larger requests get a region of their own size. Default: 64 MiB.
     ///
-    /// Workers populate a region in pieces of 32 MiB. So at most two workers populate a region of the
-    /// default size. A region of 256 MiB or more, such as one of
-    /// [`PinnedPool::warm`](crate::PinnedPool::warm), has work for eight, the most that a node has by
-    /// default.
+    /// Workers populate a region in pieces of 32 MiB. So at most two workers populate a region of
+    /// the default size. A region of 256 MiB or more, such as one of
+    /// [`PinnedPool::warm`](crate::PinnedPool::warm), has work for eight, the most that a node has
+    /// by default.
     pub chunk: usize,
     /// Maximum bytes of one registration when [`PinnedPool::warm`](crate::PinnedPool::warm) takes
     /// a large region. Default: 1 GiB. An allocation that grows the pool registers its region in

@@ -42,7 +42,8 @@ static FREE: Mutex<Option<FreeRanges>> = Mutex::new(None);
 struct FreeRanges(BTreeMap<usize, usize>);
 
 impl FreeRanges {
-    /// Removes `bytes` bytes. First fit: addresses are plentiful, and low ones keep page tables dense.
+    /// Removes `bytes` bytes. First fit: addresses are plentiful, and low ones keep page tables
+    /// dense.
     fn allocate(&mut self, bytes: usize) -> Option<usize> {
         let (&start, &len) = self.0.iter().find(|&(_, &len)| len >= bytes)?;
         self.0.remove(&start);

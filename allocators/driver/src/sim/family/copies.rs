@@ -94,7 +94,8 @@ impl MachineState {
         Err(codes::INVALID_VALUE)
     }
 
-    /// Returns the device side of a copy on a stream. Access by any device is sufficient for copies.
+    /// Returns the device side of a copy on a stream. Access by any device is sufficient for
+    /// copies.
     fn copy_use(&self, stream: usize, address: u64, bytes: u64, writes: bool) -> Vec<DeviceUse> {
         let device = self.space.device_of(address).unwrap_or(self.streams[stream].device);
         let range = DeviceRange { device, address, bytes };
