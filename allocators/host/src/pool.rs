@@ -89,8 +89,8 @@
 //! - Returns an error that lists all steps.
 //!
 //! One thread grows at a time, since the driver registers one range at a time. Other threads that
-//! would have to grow wait for it. With [`Grow::AtQuietPoints`] an allocation neither grows the
-//! pool nor releases regions, for this pool or for others.
+//! would have to grow wait for it. With [`Grow::WhenWarmed`] an allocation neither grows the pool nor
+//! releases regions, for this pool or for others.
 //!
 //! A pool releases wholly free regions for other pools under its budget only if these found no
 //! cheaper memory and may wait, because the device must be idle for it. An application's reclaimer

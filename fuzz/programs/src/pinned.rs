@@ -357,7 +357,7 @@ impl Machine {
         config.patience = Duration::ZERO;
         config.pages = PageTier::Base;
         config.magazines = settings >> 5 & 3 != 0;
-        config.grow = if settings >> 3 & 3 == 3 { Grow::AtQuietPoints } else { Grow::Now };
+        config.grow = if settings >> 3 & 3 == 3 { Grow::WhenWarmed } else { Grow::Now };
         config.pinning = match settings >> 1 & 3 {
             0 => Pinning::Off,
             1 => Pinning::Required,

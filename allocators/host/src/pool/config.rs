@@ -68,7 +68,7 @@ pub enum Grow {
     Now,
     /// Only in [`PinnedPool::warm`](crate::PinnedPool::warm). Allocations that do not fit are
     /// refused, and release no regions.
-    AtQuietPoints,
+    WhenWarmed,
 }
 
 impl Default for PinnedConfig {

@@ -96,8 +96,8 @@ impl PoolCore {
         let until = clock::after(patience);
         let mut failure = GrowFailure::default();
         let GrowFailure { refused, tried } = &mut failure;
-        if shared.config.grow == Grow::AtQuietPoints {
-            tried.push(Tried { step: "grow, but at quiet points only", gave: 0 });
+        if shared.config.grow == Grow::WhenWarmed {
+            tried.push(Tried { step: "grow, but only when warmed", gave: 0 });
         } else {
             // Memory that the driver allocates may begin at any page, hence the second attempt with
             // slack.

@@ -546,12 +546,12 @@ fn threads_that_pass_blocks_during_trims_never_share_one() {
 }
 
 #[test]
-fn a_pool_that_grows_at_quiet_points_refuses_until_it_is_warmed() {
+fn a_pool_that_grows_when_warmed_refuses_until_then() {
     let mut config = config();
-    config.grow = Grow::AtQuietPoints;
+    config.grow = Grow::WhenWarmed;
     let (pool, budget) = pool_of(config, 64 * MIB);
     let Err(MemoryError::OutOfMemory(error)) = pool.allocate(bytes(64)) else { panic!("it grew") };
-    assert!(error.tried.iter().any(|step| step.step.contains("quiet points")), "{error}");
+    assert!(error.tried.iter().any(|step| step.step.contains("when warmed")), "{error}");
     assert_eq!((budget.used(), pool.stats().memory.failures), (0, 1));
     pool.warm(6 * MIB).unwrap();
     let at = take(&pool.allocator(), 64).unwrap();

@@ -99,10 +99,10 @@ fn pinned_regions_are_reclaimed_only_for_requests_that_may_wait_for_the_device()
 }
 
 #[test]
-fn regions_in_use_or_limited_to_quiet_points_are_not_reclaimed() {
+fn regions_in_use_or_of_a_pool_that_grows_when_warmed_are_not_reclaimed() {
     let budget = Budget::new("pinned", 16 * REGION);
     let host = support::host();
-    let quiet = pool(&host, &budget, |config| config.grow = Grow::AtQuietPoints);
+    let quiet = pool(&host, &budget, |config| config.grow = Grow::WhenWarmed);
     let used = pool(&host, &budget, |_| ());
     quiet.warm(4 * MIB).unwrap();
     idle(&used);
