@@ -398,6 +398,7 @@ impl<S: DriverSource> DriverAllocator<S> {
             }
         }
         if self.source.deallocate(&block).is_err() {
+            block.work.fence_at_once();
             self.state().deferred.push(block);
             return;
         }
@@ -415,6 +416,8 @@ impl<S: DriverSource> DriverAllocator<S> {
     fn defer_while_open(&self, block: DeferredFree) -> Option<DeferredFree> {
         let listener: Option<Arc<dyn LastUse>> =
             self.weak_self.upgrade().map(|allocator| Arc::new(RetryOnLastUse(allocator)) as _);
+        // The owner stream may end before the uses do.
+        block.work.fence_at_once();
         // The end of a use looks up the block under this lock.
         let mut state = self.state();
         if listener.is_some_and(|listener| !block.work.uses.tell(&listener)) {

@@ -6,7 +6,7 @@
 use crate::support::{MIB, Rig, assert_returned, plain};
 use aquifer_core::{Action, Recorder, event::RingSink};
 use aquifer_device::{Adoption, Request};
-use aquifer_driver::{Call, DeviceId, RawStream, sim::Sim};
+use aquifer_driver::{Access, Call, DeviceId, RawStream, sim::Sim};
 use aquifer_stream::{Stream, StreamLifetime};
 use std::{sync::Arc, thread, time::Duration};
 
@@ -85,6 +85,21 @@ fn memory_of_a_dropped_stream_is_reused_only_after_its_work() {
         rig.write(&u, &rig.take(&u, 60));
         rig.assert_silent();
     }
+}
+
+#[test]
+fn memory_of_the_driver_that_is_freed_during_a_use_waits_for_its_own_ended_stream_too() {
+    let rig = Rig::on(plain().symbolic().stepped(), 64, |_| ());
+    let user = rig.stream();
+    let (s, raw) = adopt(&rig, StreamLifetime::Fenced);
+    let block = rig.alloc(&s, 256);
+    let used = block.prepare(&user, Access::Read).unwrap();
+    rig.access(&s, &block, Access::Read);
+    drop((block, s));
+    destroy(&rig, raw);
+    used.finish().unwrap();
+    assert_eq!(rig.pool.stats().pending, 0);
+    rig.assert_silent();
 }
 
 /// Runs ten thousand streams of one kind one after the other, and compares what remains at the end

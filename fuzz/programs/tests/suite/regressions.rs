@@ -47,6 +47,9 @@ regressions! {
     a_small_block_takes_what_is_left_of_a_page_where_no_new_one_can_be_had: "device" [
         (11117004601979016457, 7586),
     ];
+    memory_of_the_driver_that_is_freed_during_a_use_waits_for_its_own_ended_stream_too: "device" [
+        (6132999379926653495, 2265),
+    ];
     a_checked_block_whose_stream_ended_is_no_leak: "checked" [
         (17936868116424951412, 628),
     ];
