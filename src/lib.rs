@@ -86,8 +86,7 @@ pub mod device {
 /// What a [`Driver`] reports, and memory that other libraries own: [`aquifer_driver`].
 pub mod driver {
     pub use aquifer_driver::{
-        Call, CaptureMode, DeviceInfo, ExportTypes, External, FabricHandle, Foreign, KeepAlive,
-        RawGraph,
+        Call, CaptureMode, DeviceInfo, ExportTypes, External, Foreign, KeepAlive, RawGraph,
     };
 }
 
@@ -110,7 +109,6 @@ pub mod global {
 
 /// The host's topology, and the settings and reports of pinned memory: [`aquifer_host`].
 pub mod host {
-    pub use aquifer_driver::HostFlags;
     pub use aquifer_host::{
         Grow, PinnedStats,
         region::{Host, PageTier, PinnedBy, Pinning, RegionReport},
@@ -136,7 +134,6 @@ pub mod status {
 
 /// Copies and launches in stream order: [`aquifer_stream`].
 pub mod stream {
-    pub use aquifer_core::Id;
     pub use aquifer_stream::{
         CopyScope, HostOwned, InFlight, Launch, Point, RefusedCopy, StreamLifetime, TrackUses, Use,
     };

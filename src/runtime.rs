@@ -155,7 +155,7 @@ impl RuntimeBuilder {
     ///
     /// ```
     /// use aquifer::{Runtime, sim::OnViolation};
-    /// let rt = Runtime::builder().or_sim_quietly().on_violation(OnViolation::Panic).build()?;
+    /// let rt = Runtime::builder().or_sim_quietly().on_violation(OnViolation::Exit(3)).build()?;
     /// if let Some(sim) = rt.simulator() {
     ///     assert!(sim.violations().is_empty());
     /// }

@@ -171,7 +171,7 @@ fn the_driver_maps_no_more_bytes_than_a_handle_has() {
     let Some((_rt, pool)) = pool(64, true) else { return };
     let (driver, device) = (pool.driver(), pool.device());
     let bytes = pool.info().granularity;
-    let ours = driver.handle_create_exportable(device, bytes, ExportTypes::POSIX_FD).unwrap();
+    let ours = driver.handle_create(device, bytes, ExportTypes::POSIX_FD).unwrap();
     let descriptor = driver.handle_export(ours).unwrap();
     // SAFETY: 1. The memory is not used.
     let theirs = unsafe { driver.handle_import(device, descriptor.as_fd()) }.unwrap();

@@ -424,7 +424,7 @@ impl Block {
                     && driver_block.releaser.release_idle(driver_block, self.extent.request) => {}
             BlockOwner::Driver(driver_block) => {
                 driver_block.releaser.before_release(self.extent.address);
-                let uses = self.uses.take(&driver_block.timeline);
+                let uses = self.uses.take();
                 let meta = self.meta.take().or_default();
                 driver_block.release(&self.extent, meta.generation, uses, meta.until_free);
             }

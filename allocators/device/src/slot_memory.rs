@@ -350,7 +350,7 @@ impl SlotMemory {
         let packed = PackedRequest::new(request.size(), request.owner());
         let generation = self.dedicated.generation();
         let block = Block::from_driver_block(range.start, packed, driver_block, generation);
-        let watch = block.uses.watch(timeline);
+        let watch = block.uses.watch();
         let event = {
             let mut state = self.state();
             if !capture.is_eager() {

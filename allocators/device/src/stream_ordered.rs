@@ -72,7 +72,7 @@ impl StreamOrdered {
             });
         }
         // A maximum could not follow the budget's limit: the driver fixes it here.
-        let pool = driver.pool_create(device, 0).map_err(driver_error)?;
+        let pool = driver.pool_create(device).map_err(driver_error)?;
         let charged = Mutex::new(None);
         let source = StreamOrderedSource {
             driver: driver.clone(),

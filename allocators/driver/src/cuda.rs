@@ -59,4 +59,4 @@ pub use aquifer_core::NoGpu as OpenError;
 /// The bindings, in the version for which [`lend`] implements the traits.
 pub use cudarc;
 pub use driver::CudaDriver;
-pub use lend::{Lend, Lent, LentHost, LentMut, keep_alive, raw_stream};
+pub use lend::{Lend, Lent, LentMut, keep_alive, raw_stream};

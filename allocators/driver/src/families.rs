@@ -3,9 +3,10 @@
 #![expect(unsafe_code, reason = "declares calls with safety conditions; holds no unsafe block")]
 
 use crate::{
-    DeviceId, PhysicalHandle, PoolHandle, RawEvent, RawGraph, RawGraphExec, RawStream, Result,
+    DeviceId, ExportTypes, PhysicalHandle, PoolHandle, RawEvent, RawGraph, RawGraphExec, RawStream,
+    Result,
 };
-use std::{fmt::Debug, ops::RangeInclusive, ptr::NonNull};
+use std::{fmt::Debug, ptr::NonNull};
 
 /// Which calls of a thread are refused because they could disturb an open capture
 /// (`CUstreamCaptureMode`).
@@ -26,7 +27,7 @@ pub enum CaptureMode {
 /// ```
 /// use aquifer::{DeviceId, Driver, driver::CaptureMode, sim::Sim};
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
-/// let urgent = driver.stream_create(gpu, *driver.stream_priorities(gpu)?.start())?;
+/// let urgent = driver.stream_create(gpu, -1)?;
 /// assert!(driver.stream_query(urgent)? && !driver.stream_is_capturing(urgent)?);
 /// let before = driver.exchange_capture_mode(CaptureMode::Relaxed)?;
 /// driver.exchange_capture_mode(before)?;
@@ -45,8 +46,8 @@ pub enum CaptureMode {
 /// 5. A call that is refused has changed nothing.
 pub unsafe trait Streams: Debug + Send + Sync {
     /// Creates a stream that does not wait for the legacy default stream
-    /// (`cuStreamCreateWithPriority`, non-blocking). A lower number is a higher priority. The
-    /// driver clamps it to [`Streams::stream_priorities`].
+    /// (`cuStreamCreateWithPriority`, non-blocking). A lower number is a higher priority, 0 the
+    /// lowest. The driver clamps it to what the device has.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -60,13 +61,6 @@ pub unsafe trait Streams: Debug + Send + Sync {
     /// # Errors
     /// Errors of the driver.
     unsafe fn stream_destroy(&self, stream: RawStream) -> Result<()>;
-
-    /// Returns the range from the highest to the lowest priority, so the start is the smaller
-    /// number (`cuCtxGetStreamPriorityRange`).
-    ///
-    /// # Errors
-    /// Errors of the driver.
-    fn stream_priorities(&self, device: DeviceId) -> Result<RangeInclusive<i32>>;
 
     /// Returns a number that no other stream of the process ever has (`cuStreamGetId`). The handle,
     /// in contrast, can be reused.
@@ -354,12 +348,11 @@ pub unsafe trait Memory: Debug + Send + Sync {
     /// Errors of the driver. The memory stays allocated.
     unsafe fn mem_free(&self, device: DeviceId, address: u64) -> Result<()>;
 
-    /// Creates a stream-ordered pool (`cuMemPoolCreate`) that keeps freed memory and never holds
-    /// more than `max` bytes. 0 means no limit.
+    /// Creates a stream-ordered pool (`cuMemPoolCreate`) that keeps freed memory.
     ///
     /// # Errors
     /// Errors of the driver.
-    fn pool_create(&self, device: DeviceId, max: u64) -> Result<PoolHandle>;
+    fn pool_create(&self, device: DeviceId) -> Result<PoolHandle>;
 
     /// Destroys a pool (`cuMemPoolDestroy`). Blocks that are still allocated stay valid.
     ///
@@ -409,11 +402,11 @@ pub unsafe trait Memory: Debug + Send + Sync {
 /// time. Moving a handle takes about 40 µs.
 ///
 /// ```
-/// use aquifer::{DeviceId, Driver, sim::Sim};
+/// use aquifer::{DeviceId, Driver, driver::ExportTypes, sim::Sim};
 /// let (sim, gpu, unit) = (Sim::h200(1), DeviceId(0), 2 << 20);
 /// let driver = sim.driver();
 /// let address = driver.address_reserve(gpu, 4 * unit, 0)?;
-/// let handle = driver.handle_create(gpu, unit)?;
+/// let handle = driver.handle_create(gpu, unit, ExportTypes::NONE)?;
 /// // SAFETY: 1. Nothing is mapped there, and no work is queued.
 /// unsafe { driver.map(address, unit, handle) }?;
 /// driver.set_access(address, unit, &[gpu])?;
@@ -452,11 +445,17 @@ pub unsafe trait Physical: Debug + Send + Sync {
     /// Errors of the driver. The range stays reserved.
     unsafe fn address_free(&self, device: DeviceId, address: u64, bytes: u64) -> Result<()>;
 
-    /// Allocates physical memory (`cuMemCreate`).
+    /// Allocates physical memory that can be exported in the ways of `types` (`cuMemCreate`).
     ///
     /// # Errors
-    /// Out of memory (code 2).
-    fn handle_create(&self, device: DeviceId, bytes: u64) -> Result<PhysicalHandle>;
+    /// Out of memory (code 2). Not supported or not permitted (800, 801) if the device or the
+    /// system cannot export it so.
+    fn handle_create(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        types: ExportTypes,
+    ) -> Result<PhysicalHandle>;
 
     /// Releases a physical handle (`cuMemRelease`). The memory returns to the device when its last
     /// mapping is gone as well.
@@ -504,48 +503,12 @@ pub unsafe trait Physical: Debug + Send + Sync {
     fn set_read_access(&self, address: u64, bytes: u64, devices: &[DeviceId]) -> Result<()>;
 }
 
-/// How pinned memory is allocated or registered. The default is cached, and pinned for every
-/// context of the process.
-///
-/// | flag | effect | cost |
-/// |---|---|---|
-/// | `portable` | pinned for every context, so copies of all devices are direct | not measurable; on by default |
-/// | `mapped` | kernels may use it, at [`HostMemory::host_device_address`] | none to allocate; each access of a kernel crosses the link and is not cached on the device |
-/// | `write_combined` | writes bypass the CPU's caches | CPU reads are about 70 times slower, and copies over PCIe are no faster: cached memory already reaches the speed of the link |
-/// | `read_only` | memory that may not be written can be registered, such as the pages of a file | writes by a device are refused |
-///
-/// ```
-/// use aquifer::host::HostFlags;
-/// let mut flags = HostFlags::default();
-/// assert!(flags.portable && !flags.mapped && !flags.write_combined && !flags.read_only);
-/// flags.mapped = true;
-/// ```
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[non_exhaustive]
-pub struct HostFlags {
-    /// Pinned for every context of the process, not for that of one device only (`PORTABLE`).
-    pub portable: bool,
-    /// Kernels may access it in place (`DEVICEMAP`).
-    pub mapped: bool,
-    /// Writes bypass the CPU's caches, and reads are about 70 times slower (`WRITECOMBINED`, for
-    /// allocation only).
-    pub write_combined: bool,
-    /// The device only reads it (`READ_ONLY`, for registration only).
-    pub read_only: bool,
-}
-
-impl Default for HostFlags {
-    fn default() -> Self {
-        Self { portable: true, mapped: false, write_combined: false, read_only: false }
-    }
-}
-
 /// Host memory that devices can reach.
 ///
 /// ```
-/// use aquifer::{DeviceId, Driver, host::HostFlags, sim::Sim};
+/// use aquifer::{DeviceId, Driver, sim::Sim};
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
-/// let pinned = driver.host_alloc(gpu, 4096, HostFlags::default())?;
+/// let pinned = driver.host_alloc(gpu, 4096)?;
 /// // SAFETY: 1. `host_alloc` returned it. 2. It is not in use.
 /// unsafe { driver.host_free(gpu, pinned) }?;
 /// # Ok::<(), aquifer::error::DriverError>(())
@@ -558,12 +521,13 @@ impl Default for HostFlags {
 ///    accesses the memory.
 /// 3. A call that is refused has changed nothing.
 pub unsafe trait HostMemory: Debug + Send + Sync {
-    /// Allocates pinned memory (`cuMemHostAlloc`). Its pages are placed on the NUMA node of the
-    /// calling thread, at 2–3.5 GB/s. `device` selects the context that is used.
+    /// Allocates memory that is pinned for every context of the process (`cuMemHostAlloc`). Its
+    /// pages are placed on the NUMA node of the calling thread, at 2–3.5 GB/s. `device` selects the
+    /// context that is used.
     ///
     /// # Errors
     /// Out of memory.
-    fn host_alloc(&self, device: DeviceId, bytes: usize, flags: HostFlags) -> Result<NonNull<u8>>;
+    fn host_alloc(&self, device: DeviceId, bytes: usize) -> Result<NonNull<u8>>;
 
     /// Frees pinned memory (`cuMemFreeHost`). Blocks until the whole device is idle.
     ///
@@ -575,8 +539,9 @@ pub unsafe trait HostMemory: Debug + Send + Sync {
     /// Errors of the driver. The memory stays allocated.
     unsafe fn host_free(&self, device: DeviceId, address: NonNull<u8>) -> Result<()>;
 
-    /// Pins existing memory (`cuMemHostRegister`). Holds driver-wide locks while it runs. The
-    /// driver refuses a single registration of 512 GiB or more.
+    /// Pins existing memory for every context of the process (`cuMemHostRegister`). Holds
+    /// driver-wide locks while it runs. The driver refuses a single registration of 512 GiB or
+    /// more.
     ///
     /// # Safety
     /// 1. The range is mapped, and stays mapped to the same pages until it is unregistered.
@@ -588,7 +553,6 @@ pub unsafe trait HostMemory: Debug + Send + Sync {
         device: DeviceId,
         address: NonNull<u8>,
         bytes: usize,
-        flags: HostFlags,
     ) -> Result<()>;
 
     /// Ends a registration (`cuMemHostUnregister`). Blocks until the whole device is idle.
@@ -600,12 +564,4 @@ pub unsafe trait HostMemory: Debug + Send + Sync {
     /// # Errors
     /// Errors of the driver. The memory stays registered.
     unsafe fn host_unregister(&self, device: DeviceId, address: NonNull<u8>) -> Result<()>;
-
-    /// Returns the address at which kernels of a device access pinned memory
-    /// (`cuMemHostGetDevicePointer`). It equals the host's address if both share one address space.
-    ///
-    /// # Errors
-    /// Invalid value for memory that is not pinned, or that is not [`HostFlags::mapped`] on a
-    /// device that requires it.
-    fn host_device_address(&self, device: DeviceId, address: NonNull<u8>) -> Result<u64>;
 }

@@ -1,5 +1,4 @@
-//! Physical memory that can be shared with other libraries, other processes and other machines of a
-//! fabric.
+//! Physical memory that can be shared with other libraries and other processes.
 #![expect(
     unsafe_code,
     reason = "declares calls that return memory which other processes write; holds no unsafe block"
@@ -7,7 +6,7 @@
 
 use crate::{DeviceId, PhysicalHandle, Result};
 use std::{
-    fmt::{self, Debug},
+    fmt::Debug,
     os::fd::{BorrowedFd, OwnedFd},
 };
 
@@ -26,7 +25,7 @@ pub struct ExportTypes {
     /// Other processes of this machine, by a file descriptor
     /// (`CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`).
     pub posix_fd: bool,
-    /// Other machines of a fabric (`NVLink` over switches), by 64 bytes
+    /// Other machines of a fabric (`NVLink` over switches), by a library that exports it itself
     /// (`CU_MEM_HANDLE_TYPE_FABRIC`).
     pub fabric: bool,
     /// Network cards, which read and write it directly (`gpuDirectRDMACapable`).
@@ -75,25 +74,13 @@ impl ExportTypes {
     }
 }
 
-/// The name of memory on a fabric (`CUmemFabricHandle`): bytes to send to the importer.
-///
-/// Returned by [`Ipc::handle_export_fabric`].
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct FabricHandle(pub [u8; 64]);
-
-impl Debug for FabricHandle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("FabricHandle(..)")
-    }
-}
-
 /// Export and import of physical memory. None of these calls waits for the device.
 ///
 /// ```
 /// use aquifer::{DeviceId, Driver, driver::ExportTypes, sim::Sim};
 /// use std::os::fd::AsFd;
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
-/// let handle = driver.handle_create_exportable(gpu, 2 << 20, ExportTypes::POSIX_FD)?;
+/// let handle = driver.handle_create(gpu, 2 << 20, ExportTypes::POSIX_FD)?;
 /// let file = driver.handle_export(handle)?; // goes to another process
 /// // SAFETY: 1. No work uses it.
 /// let theirs = unsafe { driver.handle_import(gpu, file.as_fd()) }?;
@@ -102,33 +89,15 @@ impl Debug for FabricHandle {
 /// ```
 ///
 /// # Safety
-/// 1. A handle that is created or imported is a new one, of the size requested or exported.
+/// 1. A handle that is imported is a new one, of the size exported.
 /// 2. A call that is refused has changed nothing.
 pub unsafe trait Ipc: Debug + Send + Sync {
-    /// Allocates physical memory that can be exported in the ways of `types` (`cuMemCreate`).
-    ///
-    /// # Errors
-    /// Out of memory (code 2). Not supported or not permitted (800, 801) if the device or the
-    /// system cannot do it.
-    fn handle_create_exportable(
-        &self,
-        device: DeviceId,
-        bytes: u64,
-        types: ExportTypes,
-    ) -> Result<PhysicalHandle>;
-
     /// Exports the whole memory as a file descriptor (`cuMemExportToShareableHandle`). It keeps the
     /// memory alive as a handle does.
     ///
     /// # Errors
     /// Invalid value for memory that was not created for it.
     fn handle_export(&self, handle: PhysicalHandle) -> Result<OwnedFd>;
-
-    /// Exports the memory's name on the fabric (`cuMemExportToShareableHandle`).
-    ///
-    /// # Errors
-    /// Invalid value for memory that was not created for it.
-    fn handle_export_fabric(&self, handle: PhysicalHandle) -> Result<FabricHandle>;
 
     /// Returns whether `cuIpcGetMemHandle`, and with it every transport between processes, accepts
     /// the memory at an address of the device
@@ -159,17 +128,4 @@ pub unsafe trait Ipc: Debug + Send + Sync {
     /// # Errors
     /// Invalid value, or an error of the driver's choice, for any other descriptor.
     unsafe fn handle_import(&self, device: DeviceId, fd: BorrowedFd<'_>) -> Result<PhysicalHandle>;
-
-    /// As [`Ipc::handle_import`], for a name on the fabric.
-    ///
-    /// # Safety
-    /// As [`Ipc::handle_import`].
-    ///
-    /// # Errors
-    /// As [`Ipc::handle_import`].
-    unsafe fn handle_import_fabric(
-        &self,
-        device: DeviceId,
-        name: &FabricHandle,
-    ) -> Result<PhysicalHandle>;
 }

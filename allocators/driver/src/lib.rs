@@ -31,6 +31,7 @@
 //! reports violations with the source lines of both sides. See [`sim`].
 
 mod calls;
+mod codes;
 mod copies;
 mod devices;
 mod driver;
@@ -54,12 +55,12 @@ pub use copies::{Copies, Pattern};
 pub use devices::{DeviceInfo, Devices, MemoryInfo, losses};
 pub use driver::{Driver, Relaxed, same_machine};
 pub use families::{
-    CaptureMode, CaptureStatus, Events, Graphs, HostFlags, HostMemory, Memory, OnRelease, Physical,
-    PoolUsage, Streams,
+    CaptureMode, CaptureStatus, Events, Graphs, HostMemory, Memory, OnRelease, Physical, PoolUsage,
+    Streams,
 };
 pub use foreign::{External, Foreign};
 pub use handles::{PhysicalHandle, PoolHandle, RawEvent, RawGraph, RawGraphExec, RawStream};
-pub use ipc::{ExportTypes, FabricHandle, Ipc};
+pub use ipc::{ExportTypes, Ipc};
 pub use observe::{BlockNote, HostAccess, Observer, Ownership};
 pub use operand::{Access, DeviceRange, KeepAlive, Operand, OperandMut, Typed};
 

@@ -100,9 +100,4 @@ pub trait Observer: Debug + Send + Sync {
 
     /// Records that the host accesses memory that devices can reach.
     fn host(&self, address: u64, bytes: u64, access: HostAccess);
-
-    /// Called when a public call of the program is about to return, without a lock held. An
-    /// observer that panics for violations does so here. Never called by a drop.
-    #[track_caller]
-    fn checkpoint(&self) {}
 }

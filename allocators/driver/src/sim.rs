@@ -37,7 +37,6 @@
 //! | a query that returns "done" | the queried work | the host |
 //! | legacy rule | blocking streams and the device's legacy stream | each other, both ways, not blocking streams among themselves |
 //! | copy to pageable memory | the copy, and the work before it | the host |
-//! | [`wait_value`](Sim::wait_value) | the first queued write that satisfies it, and the work before that write | work queued after the wait |
 //! | graph launch | work queued on its stream, and earlier launches of the same executable on any stream | its nodes, and through all of them the work queued on the stream afterwards |
 //! | graph | a node, as it was captured | the nodes after it in its stream or by an event |
 //! | [release of a graph](crate::Graphs::graph_on_release) | all launches | the host, whose call detects the release |
@@ -86,7 +85,6 @@
 //! * Undeclared CPU accesses. The pools of this library declare when pinned memory changes its
 //!   owner. Users declare their accesses by [`Sim::host_read`] and [`Sim::host_write`].
 //! * Order among host threads: all of them are one agent, in the order in which they act.
-//! * A wait for a value that is queued before the write which satisfies it: it orders nothing here.
 //! * Order within a kernel, atomics, and order between processes.
 //! * Memory that a graph allocates for itself. Allocation from a pool on a stream that captures is
 //!   not supported.
@@ -246,17 +244,10 @@ impl Sim {
     /// Returns a new machine that handles violations which the program does not
     /// [take](Sim::violations) in this way, regardless of `AQUIFER_SIM_VIOLATIONS`.
     ///
-    /// ```should_panic
-    /// use aquifer::{Access, DeviceId, DeviceRange, sim::{OnViolation, Sim}};
-    /// # fn main() -> Result<(), aquifer::error::DriverError> {
-    /// let sim = Sim::h200(1).on_violation(OnViolation::Panic);
-    /// let driver = sim.driver();
-    /// let (a, b) = (driver.stream_create(DeviceId(0), 0)?, driver.stream_create(DeviceId(0), 0)?);
-    /// let range = DeviceRange { device: DeviceId(0), address: driver.mem_alloc(DeviceId(0), 4096)?, bytes: 4096 };
-    /// sim.access(a, range, Access::Write, None)?;
-    /// sim.access(b, range, Access::Read, None)?; // panics: b does not wait for a
-    /// # Ok(())
-    /// # }
+    /// ```
+    /// use aquifer::sim::{OnViolation, Sim};
+    /// let sim = Sim::h200(1).on_violation(OnViolation::Exit(3));
+    /// assert_eq!(sim.config().on_violation, Some(OnViolation::Exit(3)));
     /// ```
     #[must_use]
     pub fn on_violation(self, what: OnViolation) -> Self {

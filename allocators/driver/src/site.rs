@@ -5,8 +5,6 @@
 //! the upper crates [`enter`] the line of their caller. It applies to all calls they make on this
 //! thread.
 
-mod checkpoint;
-
 use std::{cell::Cell, panic::Location};
 
 /// A line of the program.

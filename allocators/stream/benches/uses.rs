@@ -41,7 +41,7 @@ fn main() -> Result<()> {
     time("prepare + finish, a block used up to 64 times before", || {
         round += 1;
         if round % 64 == 0 {
-            drop(black_box(uses.take(home)));
+            drop(black_box(uses.take()));
         }
         uses.prepare(1, home, u, Access::Read)?.finish()
     })?;
@@ -54,20 +54,20 @@ fn main() -> Result<()> {
     time("record_use, a new block, then its free", || {
         let mut uses = UseList::new();
         uses.record(home, u, Access::Read)?;
-        drop(black_box(uses.take(home)));
+        drop(black_box(uses.take()));
         Ok(())
     })?;
     time("record_use by two streams, a new block, its free", || {
         let mut uses = UseList::new();
         uses.record(home, u, Access::Read)?;
         uses.record(home, v, Access::Read)?;
-        drop(black_box(uses.take(home)));
+        drop(black_box(uses.take()));
         Ok(())
     })?;
     time("prepare + finish, a new block, then its free", || {
         let mut uses = UseList::new();
         uses.prepare(1, home, u, Access::Read)?.finish()?;
-        drop(black_box(uses.take(home)));
+        drop(black_box(uses.take()));
         Ok(())
     })
 }

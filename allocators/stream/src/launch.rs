@@ -146,7 +146,7 @@ impl<'a> Launch<'a> {
     /// stay queued, and are harmless.
     #[track_caller]
     pub fn preflight(self) -> Result<PreparedLaunch> {
-        let site = site::enter();
+        let _site = site::enter();
         self.validate()?;
         let on = self.on.timeline();
         let (mut entered, mut predecessors) =
@@ -182,7 +182,6 @@ impl<'a> Launch<'a> {
             }
             uses.push(entered.into_use(on));
         }
-        site.checkpoint(&**self.on.driver());
         Ok(PreparedLaunch { on: on.clone(), uses })
     }
 

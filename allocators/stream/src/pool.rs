@@ -112,6 +112,13 @@ impl StreamKey {
     }
 }
 
+/// The properties by which idle streams are told apart.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Kind {
+    priority: i32,
+    isolated: bool,
+}
+
 #[derive(Default)]
 struct SlotTable {
     slots: Vec<Slot>,
@@ -125,7 +132,7 @@ struct SlotTable {
 
 struct Slot {
     timeline: Arc<Timeline>,
-    isolated: bool,
+    kind: Kind,
     /// Incremented by each lease, so that ids of earlier leases are invalid.
     generation: u32,
     lease: Weak<StreamLease>,
@@ -148,13 +155,23 @@ impl StreamPool {
         }
     }
 
-    /// Leases a stream. Reuses an idle stream or creates one. An idle stream that still captures a
-    /// graph is not leased. If the pool has no other stream left, a new one replaces it.
+    /// Leases a stream of priority 0. Reuses an idle stream or creates one. An idle stream that
+    /// still captures a graph is not leased. If the pool has no other stream left, a new one
+    /// replaces it.
     ///
     /// # Errors
     /// [`MemoryError::Capacity`] when `cap` streams are leased, and driver errors.
     pub fn lease(&self) -> Result<Stream> {
-        self.lease_kind(false)
+        self.lease_with_priority(0)
+    }
+
+    /// Leases a stream of this priority (`cuStreamCreateWithPriority`). A lower number is served
+    /// first. The driver clamps it to the priorities of the device, which are 0 to -5 on an H200.
+    ///
+    /// # Errors
+    /// As [`StreamPool::lease`].
+    pub fn lease_with_priority(&self, priority: i32) -> Result<Stream> {
+        self.lease_kind(Kind { priority, isolated: false })
     }
 
     /// Leases a stream that only its user may order with other streams. For collectives. See
@@ -163,17 +180,17 @@ impl StreamPool {
     /// # Errors
     /// As [`StreamPool::lease`].
     pub fn lease_isolated(&self) -> Result<Stream> {
-        self.lease_kind(true)
+        self.lease_kind(Kind { priority: 0, isolated: true })
     }
 
-    fn lease_kind(&self, isolated: bool) -> Result<Stream> {
+    fn lease_kind(&self, kind: Kind) -> Result<Stream> {
         let core = &self.core;
         let mut capturing = Vec::new();
         let reuse = loop {
             let (slot, timeline) = {
                 let mut slots = core.slots();
                 let fits = |&slot: &u32| {
-                    slots.slots[slot as usize].isolated == isolated && !capturing.contains(&slot)
+                    slots.slots[slot as usize].kind == kind && !capturing.contains(&slot)
                 };
                 match slots.idle.iter().position(fits) {
                     Some(at) => {
@@ -218,14 +235,14 @@ impl StreamPool {
                 }
             }
         };
-        let created = core.create_stream(isolated);
+        let created = core.create_stream(kind);
         let mut slots = core.slots();
         match (created, reuse) {
             (Ok(new_timeline), None) => {
                 slots.creating -= 1;
                 let slot = slots.slots.len() as u32;
                 let timeline = Arc::new(new_timeline(slot));
-                slots.slots.push(Slot { timeline, isolated, generation: 0, lease: Weak::new() });
+                slots.slots.push(Slot { timeline, kind, generation: 0, lease: Weak::new() });
                 Ok(core.lease_slot(&mut slots, slot))
             }
             (Ok(new_timeline), Some(slot)) => {
@@ -233,7 +250,7 @@ impl StreamPool {
                     &mut slots.slots[slot as usize].timeline,
                     Arc::new(new_timeline(slot)),
                 );
-                slots.slots[slot as usize].isolated = isolated;
+                slots.slots[slot as usize].kind = kind;
                 let stream = core.lease_slot(&mut slots, slot);
                 drop(slots);
                 // Destroys the stream, which is a driver call, unless a cache still references it.
@@ -431,11 +448,14 @@ impl PoolCore {
     }
 
     /// Creates a stream in the driver. Its number is assigned later, under the lock.
-    fn create_stream(&self, isolated: bool) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
+    fn create_stream(&self, kind: Kind) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
         // Retry releases that the driver refused before. What is refused again stays for the next
         // sweep.
         let _ = leftovers::sweep(&self.driver);
-        let raw = self.driver.stream_create(self.device, 0).map_err(|e| self.driver_error(e))?;
+        let raw = self
+            .driver
+            .stream_create(self.device, kind.priority)
+            .map_err(|e| self.driver_error(e))?;
         let id = match id_of(&*self.driver, raw) {
             Ok(id) => id,
             Err(error) => {
@@ -444,7 +464,9 @@ impl PoolCore {
             }
         };
         let driver = self.driver.clone();
-        Ok(move |number| Timeline::new(driver, raw, number, id, StreamLifetime::Owned, isolated))
+        Ok(move |number| {
+            Timeline::new(driver, raw, number, id, StreamLifetime::Owned, kind.isolated)
+        })
     }
 
     #[expect(unsafe_code, reason = "ends a handle")]

@@ -5,7 +5,6 @@ use crate::{
     attachments::Attachments,
     events::{EventPool, OwnedEvent},
     life::{StreamIdentity, id_of},
-    use_table::{IdleTables, UseTable, UsedStream},
 };
 use aquifer_core::{DriverError, MemoryError, Result};
 use aquifer_driver::{
@@ -16,7 +15,7 @@ use std::{
     io::{self, Write},
     process,
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -114,8 +113,6 @@ pub struct Timeline {
     captures: AtomicBool,
     epochs: Epochs<OwnedEvent>,
     events: EventPool,
-    /// Idle use records for the blocks of this stream.
-    idle_tables: IdleTables<Self>,
     wait_cache: WaitCache,
     /// Whether the handle is valid, and how many threads are in a driver call for it.
     retirement: Retirement,
@@ -148,7 +145,6 @@ impl Timeline {
             life,
             epochs: Epochs::new(),
             events: EventPool::new(),
-            idle_tables: IdleTables::default(),
             wait_cache: WaitCache::new(),
             retirement: Retirement::new(),
             attachments: Attachments::default(),
@@ -972,34 +968,5 @@ impl WaitCache {
                 entries.push((serial, epoch));
             }
         });
-    }
-}
-
-/// Tables of streams that no longer exist.
-static SPARE_TABLES: Mutex<Vec<&'static UseTable<Timeline>>> = Mutex::new(Vec::new());
-
-impl UsedStream for Timeline {
-    #[inline]
-    fn open(&self) -> u64 {
-        Timeline::open(self)
-    }
-
-    #[inline]
-    fn is_done(&self, epoch: u64) -> bool {
-        Timeline::is_done(self, epoch)
-    }
-
-    #[inline]
-    fn fences_at_once(&self) -> bool {
-        Timeline::fences_at_once(self)
-    }
-
-    #[inline]
-    fn idle_tables(&self) -> &IdleTables<Self> {
-        &self.idle_tables
-    }
-
-    fn spare_tables() -> &'static Mutex<Vec<&'static UseTable<Self>>> {
-        &SPARE_TABLES
     }
 }

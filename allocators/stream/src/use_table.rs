@@ -11,15 +11,15 @@
 //!   merged into it.
 
 use crate::{
-    Spin,
+    Spin, Timeline,
     sync::atomic::{AtomicU64, Ordering},
 };
 use aquifer_core::{MemoryError, Tag};
 use aquifer_driver::Access;
 use smallvec::SmallVec;
 use std::{
-    fmt, mem,
-    sync::{Arc, Mutex, PoisonError},
+    mem,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 /// Most blocks are used by at most two other streams. More elements go to the heap.
@@ -51,27 +51,10 @@ impl ConflictingBorrows {
     }
 }
 
-/// A stream whose work uses blocks, as far as their tables need it.
-pub(crate) trait UsedStream: Sized + Send + Sync + 'static {
-    /// Returns the open epoch. It covers all work that is queued so far.
-    fn open(&self) -> u64;
-
-    /// Returns whether an epoch is known to be complete. Makes no driver call.
-    fn is_done(&self, epoch: u64) -> bool;
-
-    /// Returns whether uses must be fenced immediately.
-    fn fences_at_once(&self) -> bool;
-
-    /// Returns the idle tables for the blocks of this stream.
-    fn idle_tables(&self) -> &IdleTables<Self>;
-
-    /// Returns the tables of streams that no longer exist.
-    fn spare_tables() -> &'static Mutex<Vec<&'static UseTable<Self>>>;
-}
-
 /// The state of a use at one moment, or its current state if it is followed.
-pub(crate) struct UseSnapshot<S> {
-    pub(crate) on: Arc<S>,
+#[derive(Clone)]
+pub(crate) struct UseSnapshot {
+    pub(crate) on: Arc<Timeline>,
     pub(crate) access: Access,
     /// `None` if it was open.
     pub(crate) epoch: Option<u64>,
@@ -79,18 +62,11 @@ pub(crate) struct UseSnapshot<S> {
     pub(crate) end: Option<Arc<AtomicU64>>,
 }
 
-impl<S> Clone for UseSnapshot<S> {
-    fn clone(&self) -> Self {
-        let Self { on, access, epoch, end } = self;
-        Self { on: on.clone(), access: *access, epoch: *epoch, end: end.clone() }
-    }
-}
-
 /// The record of one stream's use of the block. Filled field by field and emptied by taking the
 /// stream out, never moved: copying a struct just after partial writes stalls on store forwarding.
-struct UseRecord<S> {
+struct UseRecord {
     /// `None` if the record is free.
-    on: Option<Arc<S>>,
+    on: Option<Arc<Timeline>>,
     stamp: Stamp,
     /// The id of the record in its table, used to finish the use.
     id: u64,
@@ -100,7 +76,7 @@ struct UseRecord<S> {
     by_owner: bool,
 }
 
-impl<S: UsedStream> UseRecord<S> {
+impl UseRecord {
     const FREE: Self =
         Self { on: None, stamp: Stamp::Open, id: 0, access: Access::Read, by_owner: false };
 
@@ -116,22 +92,22 @@ impl<S: UsedStream> UseRecord<S> {
         }
     }
 
-    fn matches(&self, on: &Arc<S>, access: Access) -> bool {
+    fn matches(&self, on: &Arc<Timeline>, access: Access) -> bool {
         self.is_on(on) && self.access == access
     }
 
-    fn is_on(&self, on: &Arc<S>) -> bool {
+    fn is_on(&self, on: &Arc<Timeline>) -> bool {
         self.on.as_ref().is_some_and(|other| Arc::ptr_eq(other, on))
     }
 
     /// Returns its current state, or `None` if the record is free.
-    fn snapshot(&self) -> Option<UseSnapshot<S>> {
+    fn snapshot(&self) -> Option<UseSnapshot> {
         let epoch = if let Stamp::Epoch(epoch) = self.stamp { Some(epoch) } else { None };
         self.on.clone().map(|on| UseSnapshot { on, access: self.access, epoch, end: None })
     }
 
     /// Returns its stream and epoch if it is stamped.
-    fn stamped(&self) -> Option<(&Arc<S>, u64)> {
+    fn stamped(&self) -> Option<(&Arc<Timeline>, u64)> {
         match (&self.on, self.stamp) {
             (Some(on), Stamp::Epoch(epoch)) => Some((on, epoch)),
             _ => None,
@@ -153,33 +129,20 @@ pub trait LastUse: Send + Sync {
     fn ended(&self);
 }
 
-struct State<S: UsedStream> {
-    records: UseVec<UseRecord<S>>,
+#[derive(Default)]
+struct State {
+    records: UseVec<UseRecord>,
     next_id: u64,
     watcher: Option<Arc<dyn LastUse>>,
     /// Tables of uses that came back with sub-allocated memory. No thread that holds their locks
     /// acquires this one.
-    joined: Vec<TableGuard<S>>,
+    joined: Vec<TableGuard>,
     /// Where to store the epochs in which open uses end, by record id.
     followers: Vec<(u64, Arc<AtomicU64>)>,
     /// Only the holders of open uses still refer to the table.
     orphaned: bool,
     /// The tag of the parked memory that contains the block. No use may begin while it is set.
     parked: Option<Tag>,
-}
-
-impl<S: UsedStream> Default for State<S> {
-    fn default() -> Self {
-        Self {
-            records: UseVec::new(),
-            next_id: 0,
-            watcher: None,
-            joined: Vec::new(),
-            followers: Vec::new(),
-            orphaned: false,
-            parked: None,
-        }
-    }
 }
 
 /// Why a use may not begin.
@@ -204,35 +167,31 @@ impl UseError {
 /// Stored instead of an epoch when a use was aborted. 0 stands for an open use.
 pub(crate) const ABORTED: u64 = u64::MAX;
 
+/// The tables that serve no block.
+static SPARE_TABLES: Mutex<Vec<&'static UseTable>> = Mutex::new(Vec::new());
+
+fn spare_tables() -> MutexGuard<'static, Vec<&'static UseTable>> {
+    SPARE_TABLES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// The use records of a block.
-pub(crate) struct UseTable<S: UsedStream> {
-    state: Spin<State<S>>,
+#[derive(Default)]
+pub(crate) struct UseTable {
+    state: Spin<State>,
 }
 
-impl<S: UsedStream> Default for UseTable<S> {
-    fn default() -> Self {
-        Self { state: Spin::default() }
-    }
-}
-
-impl<S: UsedStream> UseTable<S> {
+impl UseTable {
     /// Returns an unused table.
-    #[cold]
     pub(crate) fn new_or_recycled() -> &'static Self {
         // Loom locks belong to one model run, so no table passes from one run to the next.
-        let old = if cfg!(loom) {
-            None
-        } else {
-            S::spare_tables().lock().unwrap_or_else(PoisonError::into_inner).pop()
-        };
+        let old = if cfg!(loom) { None } else { spare_tables().pop() };
         old.unwrap_or_else(|| Box::leak(Box::default()))
     }
 
-    /// Takes in the tables of a stream that no longer exists, or a table whose stream is unknown.
-    #[cold]
-    pub(crate) fn recycle(tables: impl IntoIterator<Item = &'static Self>) {
+    /// Takes in a table that is empty and has no other references.
+    pub(crate) fn recycle(&'static self) {
         if !cfg!(loom) {
-            S::spare_tables().lock().unwrap_or_else(PoisonError::into_inner).extend(tables);
+            spare_tables().push(self);
         }
     }
 
@@ -242,11 +201,11 @@ impl<S: UsedStream> UseTable<S> {
     pub(crate) fn begin(
         &self,
         by_owner: bool,
-        on: &Arc<S>,
+        on: &Arc<Timeline>,
         access: Access,
         stamp: Stamp,
         borrows: ConflictingBorrows,
-        predecessors: &mut UseVec<(Arc<S>, u64)>,
+        predecessors: &mut UseVec<(Arc<Timeline>, u64)>,
     ) -> Result<Option<u64>, UseError> {
         // Streams are dropped after the lock is released: this may be the last reference to another
         // library's stream.
@@ -259,16 +218,20 @@ impl<S: UsedStream> UseTable<S> {
             s.remove_where(&mut released, UseRecord::is_done);
             // Borrows by the owner stream need no record: the block returns to that stream. Two
             // borrows by one stream share the record, which is stamped later and covers both.
-            let borrowed = |record: &UseRecord<S>| {
-                record.stamp == Stamp::Borrowed && record.matches(on, access)
-            };
+            let borrowed =
+                |record: &UseRecord| record.stamp == Stamp::Borrowed && record.matches(on, access);
             let covered = stamp == Stamp::Borrowed && (by_owner || s.records.iter().any(borrowed));
             Ok((!covered).then(|| s.add_record(on, access, stamp, by_owner)))
         })
     }
 
     /// Records a use whose work ends in `epoch`.
-    pub(crate) fn record(&self, on: &Arc<S>, access: Access, epoch: u64) -> Result<(), UseError> {
+    pub(crate) fn record(
+        &self,
+        on: &Arc<Timeline>,
+        access: Access,
+        epoch: u64,
+    ) -> Result<(), UseError> {
         self.state.with(|s| {
             s.check_parked()?;
             if !s.raise_epoch(on, access, epoch) {
@@ -285,7 +248,7 @@ impl<S: UsedStream> UseTable<S> {
 
     /// Refuses every use from now on, unless one is open. Returns the work that may be queued or
     /// running, including that of borrows.
-    pub(crate) fn park(&self, tag: Tag) -> Result<Vec<(Arc<S>, u64)>, UseError> {
+    pub(crate) fn park(&self, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>, UseError> {
         self.state.with(|s| {
             s.check_parked()?;
             let mut work = Vec::new();
@@ -297,7 +260,7 @@ impl<S: UsedStream> UseTable<S> {
 
     /// Returns the work that may be queued or running, including that of borrows, unless a use is
     /// open.
-    pub(crate) fn pending_work(&self) -> Result<Vec<(Arc<S>, u64)>, UseError> {
+    pub(crate) fn pending_work(&self) -> Result<Vec<(Arc<Timeline>, u64)>, UseError> {
         let mut work = Vec::new();
         self.state.with(|s| s.pending_work(&mut work)).map(|()| work)
     }
@@ -308,7 +271,7 @@ impl<S: UsedStream> UseTable<S> {
     }
 
     /// Ends an open use on `on` in `epoch`. `None` aborts it.
-    pub(crate) fn end(&'static self, id: u64, on: &Arc<S>, epoch: Option<u64>) {
+    pub(crate) fn end(&'static self, id: u64, on: &Arc<Timeline>, epoch: Option<u64>) {
         let mut released = UseVec::new();
         let (watcher, recycle) = self.state.with(|s| {
             let Some(at) = s.records.iter().position(|record| record.id == id && record.is_open())
@@ -337,7 +300,7 @@ impl<S: UsedStream> UseTable<S> {
         });
         drop(released);
         if recycle {
-            Self::recycle([self]);
+            self.recycle();
         }
         if let Some(watcher) = watcher {
             watcher.ended();
@@ -355,7 +318,7 @@ impl<S: UsedStream> UseTable<S> {
 
     /// Forgets uses that the owner stream has been made to wait for, unless their epoch has been
     /// raised since.
-    pub(crate) fn remove_waited(&self, waited: &[(Arc<S>, u64)]) {
+    pub(crate) fn remove_waited(&self, waited: &[(Arc<Timeline>, u64)]) {
         let mut released = UseVec::new();
         self.state.with(|s| {
             s.remove_where(&mut released, |record| {
@@ -372,8 +335,8 @@ impl<S: UsedStream> UseTable<S> {
     /// `joined`.
     pub(crate) fn on_block_freed(
         &self,
-        stamped: &mut UseVec<(Arc<S>, u64)>,
-        joined: &mut Vec<TableGuard<S>>,
+        stamped: &mut UseVec<(Arc<Timeline>, u64)>,
+        joined: &mut Vec<TableGuard>,
     ) -> bool {
         let mut released = UseVec::new();
         self.state.with(|s| {
@@ -408,7 +371,7 @@ impl<S: UsedStream> UseTable<S> {
 
     /// Forgets everything that is not open. Returns whether nothing is left, so that the table may
     /// serve another block. Otherwise the holder of the last open use recycles the table.
-    pub(crate) fn clear(&self) -> bool {
+    fn clear(&self) -> bool {
         let mut released = UseVec::new();
         let (empty, _watcher, _joined) = self.state.with(|s| {
             s.remove_where(&mut released, |record| record.stamp != Stamp::Open);
@@ -420,22 +383,21 @@ impl<S: UsedStream> UseTable<S> {
     }
 
     /// Releases the table of a block that is no longer tracked.
-    #[cold]
     pub(crate) fn release(&'static self) {
         if self.clear() {
-            Self::recycle([self]);
+            self.recycle();
         }
     }
 
     /// Joins tables of the same memory to this one.
-    pub(crate) fn join(&self, others: impl Iterator<Item = TableGuard<S>>) {
+    pub(crate) fn join(&self, others: impl Iterator<Item = TableGuard>) {
         for other in others {
             self.state.with(|s| s.joined.push(other));
         }
     }
 
     /// Makes `owner` the owner stream of the block.
-    pub(crate) fn set_owner(&self, owner: &Arc<S>) {
+    pub(crate) fn set_owner(&self, owner: &Arc<Timeline>) {
         self.state.with(|s| {
             for record in &mut s.records {
                 record.by_owner = record.is_on(owner);
@@ -449,14 +411,13 @@ impl<S: UsedStream> UseTable<S> {
     }
 
     /// Returns the stamped uses, with their epochs.
-    pub(crate) fn stamped(&self) -> UseVec<(Arc<S>, u64)> {
-        let stamped =
-            |record: &UseRecord<S>| record.stamped().map(|(on, epoch)| (on.clone(), epoch));
+    pub(crate) fn stamped(&self) -> UseVec<(Arc<Timeline>, u64)> {
+        let stamped = |record: &UseRecord| record.stamped().map(|(on, epoch)| (on.clone(), epoch));
         self.state.with(|s| s.records.iter().filter_map(stamped).collect())
     }
 
     /// Calls `visit` under the lock for each stamped use whose work is not known to be complete.
-    pub(crate) fn for_each_unfinished(&self, mut visit: impl FnMut(&Arc<S>, u64)) {
+    pub(crate) fn for_each_unfinished(&self, mut visit: impl FnMut(&Arc<Timeline>, u64)) {
         self.state.with(|s| {
             let stamped = s.records.iter().filter_map(UseRecord::stamped);
             stamped.filter(|(on, epoch)| !on.is_done(*epoch)).for_each(|(on, e)| visit(on, e));
@@ -464,12 +425,12 @@ impl<S: UsedStream> UseTable<S> {
     }
 
     /// Returns all uses in their current state.
-    pub(crate) fn snapshots(&self) -> UseVec<UseSnapshot<S>> {
+    pub(crate) fn snapshots(&self) -> UseVec<UseSnapshot> {
         self.state.with(|s| s.records.iter().filter_map(UseRecord::snapshot).collect())
     }
 
     /// Returns all uses in their current state. Those that are open are updated when they end.
-    pub(crate) fn follow(&self) -> Vec<UseSnapshot<S>> {
+    pub(crate) fn follow(&self) -> Vec<UseSnapshot> {
         self.state.with(|s| {
             let mut all = Vec::with_capacity(s.records.len());
             for record in &s.records {
@@ -497,14 +458,14 @@ impl<S: UsedStream> UseTable<S> {
     }
 }
 
-impl<S: UsedStream> State<S> {
+impl State {
     fn check_parked(&self) -> Result<(), UseError> {
         self.parked.map_or(Ok(()), |tag| Err(UseError::Parked(tag)))
     }
 
     /// Adds the work that may be queued or running, unless a use is open. For a borrow, this is all
     /// work that its stream has queued so far.
-    fn pending_work(&self, all: &mut Vec<(Arc<S>, u64)>) -> Result<(), UseError> {
+    fn pending_work(&self, all: &mut Vec<(Arc<Timeline>, u64)>) -> Result<(), UseError> {
         for record in &self.records {
             let Some(on) = &record.on else { continue };
             match record.stamp {
@@ -521,11 +482,11 @@ impl<S: UsedStream> State<S> {
     /// use may begin.
     fn collect_predecessors(
         &mut self,
-        on: &Arc<S>,
+        on: &Arc<Timeline>,
         access: Access,
         borrows: ConflictingBorrows,
-        released: &mut UseVec<Arc<S>>,
-        predecessors: &mut UseVec<(Arc<S>, u64)>,
+        released: &mut UseVec<Arc<Timeline>>,
+        predecessors: &mut UseVec<(Arc<Timeline>, u64)>,
     ) -> bool {
         if self.records.iter().any(|record| record.is_open() && record.access.conflicts(access)) {
             return false;
@@ -571,7 +532,13 @@ impl<S: UsedStream> State<S> {
         self.records.iter().all(|record| record.on.is_none())
     }
 
-    fn add_record(&mut self, on: &Arc<S>, access: Access, stamp: Stamp, by_owner: bool) -> u64 {
+    fn add_record(
+        &mut self,
+        on: &Arc<Timeline>,
+        access: Access,
+        stamp: Stamp,
+        by_owner: bool,
+    ) -> u64 {
         let id = self.next_id;
         self.next_id = id + 1;
         let at = self.records.iter().position(|record| record.on.is_none()).unwrap_or_else(|| {
@@ -589,7 +556,7 @@ impl<S: UsedStream> State<S> {
 
     /// Raises a stamped record of the same stream and access to cover `epoch` too. One record is
     /// enough, because the later epoch covers the earlier. Returns whether such a record exists.
-    fn raise_epoch(&mut self, on: &Arc<S>, access: Access, epoch: u64) -> bool {
+    fn raise_epoch(&mut self, on: &Arc<Timeline>, access: Access, epoch: u64) -> bool {
         for record in &mut self.records {
             if let Stamp::Epoch(earlier) = record.stamp
                 && record.matches(on, access)
@@ -604,8 +571,8 @@ impl<S: UsedStream> State<S> {
     /// Stamps the records of ended borrows that `which` selects.
     fn end_borrows(
         &mut self,
-        released: &mut UseVec<Arc<S>>,
-        which: impl Fn(&UseRecord<S>) -> bool,
+        released: &mut UseVec<Arc<Timeline>>,
+        which: impl Fn(&UseRecord) -> bool,
     ) {
         for at in 0..self.records.len() {
             let record = &self.records[at];
@@ -632,8 +599,8 @@ impl<S: UsedStream> State<S> {
 
     fn remove_where(
         &mut self,
-        released: &mut UseVec<Arc<S>>,
-        which: impl Fn(&UseRecord<S>) -> bool,
+        released: &mut UseVec<Arc<Timeline>>,
+        which: impl Fn(&UseRecord) -> bool,
     ) {
         for record in &mut self.records {
             if record.on.is_some() && which(record) {
@@ -643,65 +610,23 @@ impl<S: UsedStream> State<S> {
     }
 }
 
-/// A table that returns to the owner stream's idle tables when it has no records left. If a use is
+/// The table of a freed block. It serves another block once it has no records left. If a use is
 /// still open, its holder returns the table.
-pub(crate) struct TableGuard<S: UsedStream> {
+pub(crate) struct TableGuard {
     /// `None` once a list has taken the table.
-    pub(crate) table: Option<&'static UseTable<S>>,
-    pub(crate) owner: Arc<S>,
+    pub(crate) table: Option<&'static UseTable>,
 }
 
-impl<S: UsedStream> TableGuard<S> {
-    pub(crate) fn table(&self) -> Option<&'static UseTable<S>> {
+impl TableGuard {
+    pub(crate) fn table(&self) -> Option<&'static UseTable> {
         self.table
     }
 }
 
-impl<S: UsedStream> Drop for TableGuard<S> {
+impl Drop for TableGuard {
     fn drop(&mut self) {
-        if let Some(table) = self.table
-            && table.clear()
-        {
-            self.owner.idle_tables().release(table);
+        if let Some(table) = self.table {
+            table.release();
         }
-    }
-}
-
-/// The idle tables of a stream, for its blocks.
-pub(crate) struct IdleTables<S: UsedStream> {
-    idle: Spin<Vec<&'static UseTable<S>>>,
-}
-
-impl<S: UsedStream> IdleTables<S> {
-    pub(crate) fn acquire(&self) -> &'static UseTable<S> {
-        self.idle.with(Vec::pop).unwrap_or_else(UseTable::new_or_recycled)
-    }
-
-    /// Returns a table that is empty and has no other references.
-    pub(crate) fn release(&self, table: &'static UseTable<S>) {
-        if !cfg!(loom) {
-            self.idle.with(|idle| idle.push(table));
-        }
-    }
-}
-
-impl<S: UsedStream> Default for IdleTables<S> {
-    fn default() -> Self {
-        Self { idle: Spin::default() }
-    }
-}
-
-impl<S: UsedStream> Drop for IdleTables<S> {
-    fn drop(&mut self) {
-        let idle = mem::take(self.idle.get_mut());
-        if !idle.is_empty() {
-            UseTable::recycle(idle);
-        }
-    }
-}
-
-impl<S: UsedStream> fmt::Debug for IdleTables<S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("IdleTables(..)")
     }
 }

@@ -30,7 +30,7 @@ use crate::{
     sync::atomic::{AtomicPtr, Ordering},
     use_table::{
         ABORTED, ConflictingBorrows, LastUse, Stamp, TableGuard, UseError, UseSnapshot, UseTable,
-        UseVec, UsedStream as _,
+        UseVec,
     },
 };
 use aquifer_core::{Result, Tag};
@@ -42,7 +42,7 @@ use std::{fmt, ptr, sync::Arc};
 ///
 /// See [`UseList`] for an example.
 #[derive(Clone)]
-pub struct Noted(UseSnapshot<Timeline>);
+pub struct Noted(UseSnapshot);
 
 impl Noted {
     /// Returns the stream of the use.
@@ -86,7 +86,7 @@ impl fmt::Debug for Noted {
 }
 
 /// Returns all uses of a table in their current state.
-fn snapshots(table: &UseTable<Timeline>) -> UseVec<Noted> {
+fn snapshots(table: &UseTable) -> UseVec<Noted> {
     table.snapshots().into_iter().map(Noted).collect()
 }
 
@@ -102,7 +102,7 @@ fn snapshots(table: &UseTable<Timeline>) -> UseVec<Noted> {
 /// See [`UseList`] for an example.
 #[must_use = "a use that is dropped at once covers no work"]
 pub struct Use {
-    table: &'static UseTable<Timeline>,
+    table: &'static UseTable,
     id: u64,
     on: Arc<Timeline>,
     ended: bool,
@@ -165,12 +165,12 @@ impl fmt::Debug for Use {
 #[derive(Default)]
 pub struct UseList {
     /// Null, or a table that only this list records in. Tables are never freed.
-    table: AtomicPtr<UseTable<Timeline>>,
+    table: AtomicPtr<UseTable>,
 }
 
 /// A use that is recorded but may not be ordered yet.
 pub(crate) struct UnorderedUse {
-    table: &'static UseTable<Timeline>,
+    table: &'static UseTable,
     /// The id of the record, or `None` for a borrow that needs none.
     id: Option<u64>,
 }
@@ -236,29 +236,29 @@ impl UseList {
     }
 
     #[inline]
-    fn table(&self) -> Option<&'static UseTable<Timeline>> {
+    fn table(&self) -> Option<&'static UseTable> {
         // SAFETY: 1. null, or created from a `&'static UseTable`.
         unsafe { self.table.load(Ordering::Acquire).as_ref() }
     }
 
-    /// Returns the table. The first use takes it from the tables of the owner stream.
+    /// Returns the table. The first use takes one that serves no other block.
     #[inline]
-    fn table_or_init(&self, owner: &Timeline) -> &'static UseTable<Timeline> {
+    fn table_or_init(&self) -> &'static UseTable {
         match self.table() {
             Some(table) => table,
-            None => self.init_table(owner),
+            None => self.init_table(),
         }
     }
 
-    fn init_table(&self, owner: &Timeline) -> &'static UseTable<Timeline> {
-        let new = owner.idle_tables().acquire();
+    fn init_table(&self) -> &'static UseTable {
+        let new = UseTable::new_or_recycled();
         let at = ptr::from_ref(new).cast_mut();
         match self.table.compare_exchange(ptr::null_mut(), at, Ordering::AcqRel, Ordering::Acquire)
         {
             Ok(_) => new,
             Err(other) => {
                 // Another thread was faster.
-                owner.idle_tables().release(new);
+                new.recycle();
                 // SAFETY: 1. not null, so it was created from a `&'static UseTable`.
                 unsafe { &*other }
             }
@@ -302,7 +302,7 @@ impl UseList {
         borrows: ConflictingBorrows,
         predecessors: &mut Predecessors,
     ) -> Result<UnorderedUse> {
-        let table = self.table_or_init(owner);
+        let table = self.table_or_init();
         let id =
             table.begin(Arc::ptr_eq(owner, on), on, access, Stamp::Open, borrows, predecessors);
         Ok(UnorderedUse { table, id: id.map_err(|error| error.with_address(address))? })
@@ -350,7 +350,7 @@ impl UseList {
             // The owner stream is in order with itself, and no recorded use could conflict.
             return Ok(());
         }
-        let (table, mut predecessors) = (self.table_or_init(owner), Predecessors::new());
+        let (table, mut predecessors) = (self.table_or_init(), Predecessors::new());
         let id = table.begin(
             Arc::ptr_eq(owner, on),
             on,
@@ -379,7 +379,7 @@ impl UseList {
             return self.table().map_or(Ok(()), UseTable::check_parked).map_err(to_error);
         }
         let epoch = on.open();
-        self.table_or_init(owner).record(on, access, epoch).map_err(to_error)?;
+        self.table_or_init().record(on, access, epoch).map_err(to_error)?;
         on.fence_at_once(epoch)
     }
 
@@ -394,7 +394,7 @@ impl UseList {
     /// borrows have ended. Uses by the owner stream itself are included only while open, because
     /// that stream is in order with itself.
     #[must_use]
-    pub fn take(&mut self, owner: &Arc<Timeline>) -> Uses {
+    pub fn take(&mut self) -> Uses {
         let Some(table) = self.table() else { return Uses::default() };
         self.table.store(ptr::null_mut(), Ordering::Relaxed);
         let (mut at_once, mut joined) = (UseVec::new(), Vec::new());
@@ -404,7 +404,7 @@ impl UseList {
             // retired.
             let _ = on.fence_at_once(epoch);
         }
-        let guard = TableGuard { table: Some(table), owner: owner.clone() };
+        let guard = TableGuard { table: Some(table) };
         let mut uses = Uses { own: remains.then_some(guard), joined };
         if !uses.joined.is_empty() {
             uses.joined.iter().filter_map(TableGuard::table).for_each(UseTable::clear_owner);
@@ -417,7 +417,7 @@ impl UseList {
     /// block that is freed while the rest stays. All borrows have ended then too.
     #[must_use]
     pub fn current(&mut self, owner: &Arc<Timeline>) -> Vec<Noted> {
-        let uses = self.take(owner);
+        let uses = self.take();
         let current = uses.follow();
         self.take_over(owner, uses);
         current
@@ -473,7 +473,7 @@ impl fmt::Debug for UseList {
 /// let (owner, other) = (streams.lease()?, streams.lease()?);
 /// let mut list = UseList::new();
 /// list.record(owner.timeline(), other.timeline(), Access::Read)?;
-/// let mut uses = list.take(owner.timeline()); // the block is freed
+/// let mut uses = list.take(); // the block is freed
 /// assert!(!uses.is_empty());
 /// other.synchronize()?;
 /// uses.forget_done();
@@ -482,13 +482,13 @@ impl fmt::Debug for UseList {
 /// ```
 #[derive(Default)]
 pub struct Uses {
-    own: Option<TableGuard<Timeline>>,
+    own: Option<TableGuard>,
     /// Uses that came back with sub-allocated memory.
-    joined: Vec<TableGuard<Timeline>>,
+    joined: Vec<TableGuard>,
 }
 
 impl Uses {
-    fn tables(&self) -> impl Iterator<Item = &'static UseTable<Timeline>> {
+    fn tables(&self) -> impl Iterator<Item = &'static UseTable> {
         self.own.iter().chain(&self.joined).filter_map(TableGuard::table)
     }
 
@@ -500,8 +500,7 @@ impl Uses {
 
     /// Forgets uses whose work is known to be complete. Makes no driver call.
     pub fn forget_done(&mut self) {
-        let remains =
-            |guard: &TableGuard<Timeline>| guard.table.is_some_and(UseTable::remove_completed);
+        let remains = |guard: &TableGuard| guard.table.is_some_and(UseTable::remove_completed);
         if self.own.as_ref().is_some_and(|guard| !remains(guard)) {
             self.own = None;
         }
@@ -576,7 +575,7 @@ impl fmt::Debug for Uses {
 /// let streams = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 2);
 /// let (owner, other) = (streams.lease()?, streams.lease()?);
 /// let (list, tag) = (UseList::new(), Tag::named("weights"));
-/// let watch = list.watch(owner.timeline());
+/// let watch = list.watch();
 /// let used = list.prepare(0x1000, owner.timeline(), other.timeline(), Access::Read)?;
 /// assert_eq!(watch.park(0x1000, tag).err(), Some(MemoryError::Busy { address: 0x1000 }));
 /// used.finish()?;
@@ -589,15 +588,15 @@ impl fmt::Debug for Uses {
 /// # Ok::<(), MemoryError>(())
 /// ```
 pub struct Watch {
-    table: &'static UseTable<Timeline>,
+    table: &'static UseTable,
 }
 
 impl UseList {
     /// Returns a view of this list for the pool. From now on, uses by the owner stream are checked
     /// too, which costs them a lock.
     #[must_use]
-    pub fn watch(&self, owner: &Timeline) -> Watch {
-        Watch { table: self.table_or_init(owner) }
+    pub fn watch(&self) -> Watch {
+        Watch { table: self.table_or_init() }
     }
 }
 

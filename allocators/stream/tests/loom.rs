@@ -271,7 +271,7 @@ fn a_freed_block_is_held_back(look_at_open: bool) {
                 used.finish().unwrap();
             })
         };
-        let mut uses = list.take(rig.home.timeline());
+        let mut uses = list.take();
         uses.forget_done();
         let open = look_at_open && uses.is_open();
         let done =
@@ -311,7 +311,7 @@ fn a_closed_pool_hears_of_the_last_use(trust_the_first_look: bool) {
         let rig = Rig::new();
         let mut list = UseList::new();
         let used = list.prepare(1, rig.home.timeline(), rig.user.timeline(), Access::Read).unwrap();
-        let uses = list.take(rig.home.timeline());
+        let uses = list.take();
         let ending = thread::spawn(move || used.finish().unwrap());
         let told = StdArc::new(Told(StdU32::new(0)));
         let whom: StdArc<dyn LastUse> = told.clone();

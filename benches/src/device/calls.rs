@@ -12,7 +12,7 @@ use crate::{
     row::Unit,
 };
 use aquifer_core::{DeviceId, MemoryError, Result};
-use aquifer_driver::{Driver, DriverError, PhysicalHandle, RawEvent, RawStream};
+use aquifer_driver::{Driver, DriverError, ExportTypes, PhysicalHandle, RawEvent, RawStream};
 use aquifer_stream::StreamPool;
 use std::time::Instant;
 
@@ -101,7 +101,11 @@ impl<'a> Range<'a> {
     /// Creates handles of `each` bytes, `bytes` in total.
     fn create(&mut self, bytes: u64, each: u64) -> Result<(), DriverError> {
         for _ in 0..bytes / each {
-            self.handles.push(self.driver().handle_create(self.session.device, each)?);
+            self.handles.push(self.driver().handle_create(
+                self.session.device,
+                each,
+                ExportTypes::NONE,
+            )?);
         }
         Ok(())
     }

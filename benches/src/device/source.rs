@@ -96,7 +96,7 @@ impl AsyncPool {
     pub(crate) fn open(session: &Session) -> Result<Arc<Self>> {
         let Session { driver, device, .. } = session;
         let streams = StreamPool::new(driver.clone(), *device, DEFAULT_CAP);
-        let pool = driver.pool_create(*device, 0).map_err(|e| MemoryError::driver(*device, e))?;
+        let pool = driver.pool_create(*device).map_err(|e| MemoryError::driver(*device, e))?;
         Ok(Arc::new(Self { driver: driver.clone(), device: *device, pool, streams }))
     }
 

@@ -4,7 +4,7 @@
 use crate::device::source::Source;
 use allocator_api2::alloc::Allocator;
 use aquifer_core::{DriverError, MemoryError};
-use aquifer_driver::{DeviceId, Driver, HostFlags};
+use aquifer_driver::{DeviceId, Driver};
 use aquifer_host::{PinnedAllocator, PinnedPool};
 use std::{alloc::Layout, ptr::NonNull, sync::Arc};
 
@@ -90,7 +90,7 @@ impl Source for Direct {
     type Refused = DriverError;
 
     fn take(&self, bytes: u64) -> Result<DriverAddress, DriverError> {
-        self.driver.host_alloc(self.device, bytes as usize, HostFlags::default()).map(DriverAddress)
+        self.driver.host_alloc(self.device, bytes as usize).map(DriverAddress)
     }
 
     fn give(&self, DriverAddress(block): DriverAddress) -> Result<(), DriverError> {

@@ -237,12 +237,7 @@ impl Handle {
     ) -> Result<Arc<Handle>, (DriverError, Charge)> {
         let bytes = charge.bytes();
         debug_assert!(bytes > 0, "a handle of no bytes");
-        let created = if types == ExportTypes::NONE {
-            driver.handle_create(device, bytes)
-        } else {
-            driver.handle_create_exportable(device, bytes, types)
-        };
-        match created {
+        match driver.handle_create(device, bytes, types) {
             Ok(raw) => {
                 held.add(bytes);
                 let (driver, held) = (driver.clone(), held.clone());

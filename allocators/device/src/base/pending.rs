@@ -263,7 +263,7 @@ mod tests {
         for user in users {
             list.record(owner.timeline(), user.timeline(), Access::Read)?;
         }
-        Ok(PendingWork::new(owner.timeline(), list.take(owner.timeline())))
+        Ok(PendingWork::new(owner.timeline(), list.take()))
     }
 
     #[test]
@@ -287,7 +287,7 @@ mod tests {
         let (sim, [owner, user, other]) = machine()?;
         let mut list = UseList::new();
         let open = list.prepare(ADDRESS, owner.timeline(), user.timeline(), Access::Read)?;
-        let work = PendingWork::new(owner.timeline(), list.take(owner.timeline()));
+        let work = PendingWork::new(owner.timeline(), list.take());
         let parts = work.into_parts();
         let waits = || sim.driver().calls().get(Call::StreamWaitEvent);
         let before = waits();

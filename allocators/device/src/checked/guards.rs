@@ -106,7 +106,7 @@ impl GuardedBlock {
             faults.push(Fault::Overrun { offset: at - start, found });
         }
         // The reader has been waited for, and no other stream has used this memory.
-        let _over = self.memory.block_mut().uses.take(&self.owner_stream);
+        let _over = self.memory.block_mut().uses.take();
         Ok(())
     }
 

@@ -65,7 +65,7 @@ impl StreamCache {
         meta: LazyBox<BlockMeta>,
     ) {
         let timeline = self.timeline();
-        let uses = uses.take(&timeline);
+        let uses = uses.take();
         // The counts of live bytes end when this is dropped, at the end of the function.
         let BlockMeta { generation, until_free, live: _live } = meta.or_default();
         let range = DeviceRange {

@@ -28,7 +28,7 @@ fn use_empty(rig: &Rig, resource: &dyn Resource, s: &Stream, u: &Stream) {
     })
     .unwrap();
     assert_eq!(x.slice(0..1).unwrap_err(), MemoryError::OutOfRange { start: 0, end: 1, len: 0 });
-    Launch::on(u).reads(&x).updates(&y).strict().preflight().unwrap().commit().unwrap();
+    Launch::on(u).reads(&x).updates(&y).preflight().unwrap().commit().unwrap();
     let open = x.block().prepare(u, Access::Write).unwrap();
     let mut block = x.cast::<u8>().unwrap().into_block();
     let kept = Arc::new(());

@@ -9,64 +9,16 @@
 #![allow(unsafe_code, reason = "adopts streams and ends their handles")]
 
 use crate::support::{MIB, Rig, assert_silent, range};
-use aquifer_core::{Budget, DeviceId, MemoryError};
-use aquifer_device::{Block, DeviceBuffer, DevicePool, PoolConfig, Request};
+use aquifer_core::{DeviceId, MemoryError};
+use aquifer_device::{Block, DeviceBuffer, Request};
 use aquifer_driver::{Access, Call, Operand, OperandMut, RawStream, sim::Sim};
 use aquifer_stream::{Launch, Stream, StreamLifetime, StreamPool};
 use std::{sync::mpsc, thread, time::Duration};
 
 const BIG: u64 = 6 * MIB;
 
-/// Kernels of two processes that wait for each other: those with the same name on the devices of
-/// the two ranks.
-struct Ranks {
-    sim: Sim,
-    pools: [DevicePool; 2],
-}
-
-impl Ranks {
-    fn new() -> Self {
-        let sim = Sim::h200(2).symbolic().stepped();
-        let pools = [0, 1].map(|rank| {
-            let mut config = PoolConfig::with_budget(Budget::new("the rank", 8 * MIB));
-            config.wait = Duration::ZERO;
-            DevicePool::open(sim.driver(), DeviceId(rank), config).unwrap()
-        });
-        Self { sim, pools }
-    }
-
-    /// Queues one rank's part of a collective, which ends when the other rank's part has begun.
-    fn collective(&self, name: u64, rank: usize, stream: &Stream) {
-        let part = |rank: usize| 0x1000 * name + 8 * rank as u64;
-        self.sim.write_value(stream.raw(), part(rank), 1).unwrap();
-        self.sim.wait_value(stream.raw(), part(1 - rank), 1).unwrap();
-    }
-}
-
 fn lease(streams: &StreamPool, isolated: bool) -> Stream {
     if isolated { streams.lease_isolated() } else { streams.lease() }.unwrap()
-}
-
-/// Two ranks queue two collectives in opposite orders on a stream each, which is correct. The
-/// second requests memory that the first has held.
-#[test]
-fn collectives_on_isolated_streams_never_wait_for_each_other_through_memory() {
-    let ranks = Ranks::new();
-    let streams = [0, 1].map(|rank| [1, 2].map(|_| lease(ranks.pools[rank].streams(), true)));
-    for rank in [0, 1] {
-        let (pool, first, second) = (&ranks.pools[rank], rank, 1 - rank);
-        let own = pool.alloc(&streams[rank][first], Request::bytes(BIG)).unwrap();
-        ranks.collective(first as u64, rank, &streams[rank][first]);
-        drop(own);
-        let refused = pool.alloc(&streams[rank][second], Request::bytes(BIG));
-        assert!(matches!(refused, Err(MemoryError::OutOfMemory(_))), "the memory is in use");
-        ranks.collective(second as u64, rank, &streams[rank][second]);
-    }
-    ranks.sim.run_all();
-    assert!(streams.iter().flatten().all(|stream| ranks.sim.pending(stream.raw()) == 0));
-    for rank in [0, 1] {
-        drop(ranks.pools[rank].alloc(&streams[rank][1 - rank], Request::bytes(BIG)).unwrap());
-    }
 }
 
 #[test]

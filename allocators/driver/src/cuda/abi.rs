@@ -82,12 +82,8 @@ pub(super) const GRAPH_USER_OBJECT_MOVE: c_uint = 1;
 
 /// `CU_MEMHOSTALLOC_…`
 pub(super) const HOST_ALLOC_PORTABLE: c_uint = 1;
-pub(super) const HOST_ALLOC_MAPPED: c_uint = 2;
-pub(super) const HOST_ALLOC_WRITE_COMBINED: c_uint = 4;
 /// `CU_MEMHOSTREGISTER_…`
 pub(super) const HOST_REGISTER_PORTABLE: c_uint = 1;
-pub(super) const HOST_REGISTER_MAPPED: c_uint = 2;
-pub(super) const HOST_REGISTER_READ_ONLY: c_uint = 8;
 
 /// `CU_MEMPOOL_ATTR_…`, with 64-bit values.
 pub(super) const POOL_RELEASE_THRESHOLD: c_uint = 4;
@@ -104,7 +100,7 @@ const HANDLE_NONE: c_uint = 0;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
 pub(super) const HANDLE_POSIX_FD: c_uint = 1;
 /// `CU_MEM_HANDLE_TYPE_FABRIC`
-pub(super) const HANDLE_FABRIC: c_uint = 8;
+const HANDLE_FABRIC: c_uint = 8;
 const ACCESS_READ: c_uint = 1;
 const ACCESS_READ_WRITE: c_uint = 3;
 
@@ -179,14 +175,14 @@ pub(super) struct PoolProperties {
 }
 
 impl PoolProperties {
-    /// A pool on a device that never holds more than `max_size` bytes. 0 means no limit.
-    pub(super) fn pinned_on(device: DeviceId, max_size: usize) -> Self {
+    /// A pool on a device, without a limit.
+    pub(super) fn pinned_on(device: DeviceId) -> Self {
         Self {
             kind: ALLOCATION_PINNED,
             handle_types: HANDLE_NONE,
             location: Location::device(device),
             windows_security: std::ptr::null_mut(),
-            max_size,
+            max_size: 0,
             usage: 0,
             reserved: [0; 54],
         }

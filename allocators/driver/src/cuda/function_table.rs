@@ -63,7 +63,6 @@ function_table! {
     context_current = "cuCtxGetCurrent"(context: *mut DriverPtr);
     context_set_current = "cuCtxSetCurrent"(context: DriverPtr);
     context_synchronize = "cuCtxSynchronize"();
-    stream_priorities = "cuCtxGetStreamPriorityRange"(least: *mut c_int, greatest: *mut c_int);
     memory_info = "cuMemGetInfo_v2"(free: *mut usize, total: *mut usize);
 
     stream_create = "cuStreamCreateWithPriority"(stream: *mut DriverPtr, flags: c_uint, priority: c_int);
@@ -136,9 +135,6 @@ function_table! {
     host_free = "cuMemFreeHost"(address: *mut c_void);
     host_register = "cuMemHostRegister_v2"(address: *mut c_void, bytes: usize, flags: c_uint);
     host_unregister = "cuMemHostUnregister"(address: *mut c_void);
-    host_device_address = "cuMemHostGetDevicePointer_v2"(
-        device_address: *mut u64, address: *mut c_void, flags: c_uint,
-    );
 
     copy_to_device = "cuMemcpyHtoDAsync_v2"(to: u64, from: *const c_void, bytes: usize, stream: DriverPtr);
     copy_to_host = "cuMemcpyDtoHAsync_v2"(to: *mut c_void, from: u64, bytes: usize, stream: DriverPtr);

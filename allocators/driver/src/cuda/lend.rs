@@ -87,10 +87,8 @@ use std::{
     },
 };
 
-mod host;
 mod stream;
 
-pub use host::LentHost;
 use stream::raw_handle;
 pub use stream::{keep_alive, raw_stream};
 

@@ -35,8 +35,8 @@ unsafe impl Memory for CudaDriver {
         })
     }
 
-    fn pool_create(&self, device: DeviceId, max: u64) -> Result<PoolHandle> {
-        let properties = PoolProperties::pinned_on(device, max as usize);
+    fn pool_create(&self, device: DeviceId) -> Result<PoolHandle> {
+        let properties = PoolProperties::pinned_on(device);
         let mut pool = std::ptr::null_mut();
         self.call(Call::PoolCreate, device, |functions| {
             // SAFETY: 1. `pool` is writable. 2. `properties` are laid out as the driver expects,

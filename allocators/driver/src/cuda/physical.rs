@@ -6,7 +6,7 @@ use super::{
     abi::{AccessDescription, AllocationProperties},
     codes,
 };
-use crate::{Call, DeviceId, Physical, PhysicalHandle, Result};
+use crate::{Call, DeviceId, ExportTypes, Physical, PhysicalHandle, Result};
 
 // SAFETY: 1. to 3. Addresses and handles come from the driver, and its results are passed on
 // unchanged.
@@ -29,8 +29,13 @@ unsafe impl Physical for CudaDriver {
         })
     }
 
-    fn handle_create(&self, device: DeviceId, bytes: u64) -> Result<PhysicalHandle> {
-        let properties = AllocationProperties::pinned_on(device);
+    fn handle_create(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        types: ExportTypes,
+    ) -> Result<PhysicalHandle> {
+        let properties = AllocationProperties::exportable_on(device, types);
         let mut handle = 0;
         self.call(Call::HandleCreate, device, |functions| {
             // SAFETY: 1. `handle` is writable. 2. `properties` are laid out as the driver expects,

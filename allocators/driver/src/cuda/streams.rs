@@ -7,7 +7,6 @@ use super::{
     codes::{self, check},
 };
 use crate::{Call, CaptureMode, DeviceId, Events, RawEvent, RawStream, Result, Streams};
-use std::ops::RangeInclusive;
 
 // SAFETY: 1. to 5. Handles come from the driver, and its results are passed on unchanged.
 unsafe impl Streams for CudaDriver {
@@ -26,15 +25,6 @@ unsafe impl Streams for CudaDriver {
             // SAFETY: 1. The handle is alive, and the caller does not use it afterwards.
             unsafe { (functions.stream_destroy)(driver_ptr(stream.handle())) }
         })
-    }
-
-    fn stream_priorities(&self, device: DeviceId) -> Result<RangeInclusive<i32>> {
-        let (mut least, mut greatest) = (0, 0);
-        self.call(Call::StreamPriorities, device, |functions| {
-            // SAFETY: 1. Both are writable.
-            unsafe { (functions.stream_priorities)(&raw mut least, &raw mut greatest) }
-        })?;
-        Ok(greatest..=least)
     }
 
     fn stream_id(&self, stream: RawStream) -> Result<u64> {

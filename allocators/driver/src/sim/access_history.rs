@@ -4,9 +4,6 @@
 //! of host memory. It divides the piece into intervals. For each interval it keeps the last write,
 //! and the reads since that write that no later read comes after. That is sufficient: an action
 //! after the last write also comes after all earlier writes.
-//!
-//! Most pieces are accessed as a whole or not at all, so a history is one interval until a part is
-//! accessed.
 
 use super::{
     agents::ClockComponents,
@@ -42,6 +39,16 @@ pub(crate) struct Action {
 }
 
 impl Action {
+    /// Creates an action that is of no graph.
+    pub(crate) fn new(
+        (component, count): (u32, u64),
+        kind: ActionKind,
+        work: &'static str,
+        site: Site,
+    ) -> Self {
+        Self { count, component, kind, work, site, launch: None }
+    }
+
     /// Returns whether the action comes before this clock.
     pub(crate) fn precedes(&self, clock: &Clock) -> bool {
         clock.covers(self.component, self.count)
@@ -78,24 +85,18 @@ impl IntervalRecord {
     }
 }
 
-#[derive(Debug)]
-enum Intervals {
-    Whole(IntervalRecord),
-    /// Intervals by first byte, without gaps.
-    Split(BTreeMap<u64, IntervalRecord>),
-}
-
 /// The record of one piece of memory, by offset.
 #[derive(Debug)]
 pub(crate) struct AccessHistory {
     bytes: u64,
-    intervals: Intervals,
+    /// Intervals by first byte, without gaps.
+    intervals: BTreeMap<u64, IntervalRecord>,
 }
 
 impl AccessHistory {
     /// Creates the record of `bytes` without any access.
     pub(crate) fn new(bytes: u64) -> Self {
-        Self { bytes, intervals: Intervals::Whole(IntervalRecord::default()) }
+        Self { bytes, intervals: BTreeMap::from([(0, IntervalRecord::default())]) }
     }
 
     /// Records an access by `action`, whose agent has `clock`, to `bytes` from `offset` on. Adds
@@ -113,20 +114,7 @@ impl AccessHistory {
         if offset >= end {
             return;
         }
-        let whole = offset == 0 && end == self.bytes;
-        match &mut self.intervals {
-            Intervals::Whole(interval) if whole => {
-                interval.record(action, clock, |earlier| {
-                    findings.push(Finding::race(earlier, action.kind, base, bytes));
-                });
-                return;
-            }
-            Intervals::Whole(interval) => {
-                self.intervals = Intervals::Split(BTreeMap::from([(0, std::mem::take(interval))]));
-            }
-            Intervals::Split(_) => {}
-        }
-        let Intervals::Split(parts) = &mut self.intervals else { return };
+        let parts = &mut self.intervals;
         split(parts, offset);
         if end < self.bytes {
             split(parts, end);
@@ -143,10 +131,6 @@ impl AccessHistory {
         // A write leaves the same record everywhere, so the intervals are merged.
         for start in starts_after_first {
             parts.remove(&start);
-        }
-        if whole && action.kind != ActionKind::Read {
-            let interval = parts.remove(&0).unwrap_or_default();
-            self.intervals = Intervals::Whole(interval);
         }
     }
 }
@@ -167,7 +151,7 @@ mod tests {
     use std::panic::Location;
 
     fn action(component: u32, count: u64, kind: ActionKind) -> Action {
-        Action { count, component, kind, work: "test", site: Location::caller(), launch: None }
+        Action::new((component, count), kind, "test", Location::caller())
     }
 
     fn clock(counts: &[(u32, u64)]) -> Clock {
@@ -249,7 +233,7 @@ mod tests {
             &clock(&[(0, 11)]),
             &mut findings,
         );
-        assert!(matches!(history.intervals, Intervals::Whole(_)));
+        assert_eq!(history.intervals.len(), 1);
         assert!(findings.is_empty());
     }
 }

@@ -53,6 +53,22 @@ pub(crate) struct PhysicalObject {
     charged: u64,
 }
 
+impl PhysicalObject {
+    fn new(device: DeviceId, bytes: u64, extent: Extent, export_types: ExportTypes) -> Self {
+        Self {
+            device,
+            bytes,
+            extent,
+            history: AccessHistory::new(bytes),
+            mapping_count: 0,
+            handle_count: 1,
+            export_types,
+            is_shared: false,
+            charged: bytes,
+        }
+    }
+}
+
 /// A mapping of a whole physical object at an address.
 #[derive(Debug)]
 struct Mapping {
@@ -78,8 +94,6 @@ impl Mapping {
 struct RemovedMapping {
     bytes: u64,
     cause: Action,
-    /// The uses through it that were not known to be done when it was removed.
-    uses: Vec<Action>,
 }
 
 /// The parameters of one access.
@@ -211,10 +225,7 @@ impl AddressSpace {
     pub(crate) fn unreserve(&mut self, address: u64, cause: Action) {
         if let Some(reservation) = self.reservations.remove(&address) {
             self.discard_removed(address, reservation.bytes);
-            self.record_removed(
-                address,
-                RemovedMapping { bytes: reservation.bytes, cause, uses: Vec::new() },
-            );
+            self.record_removed(address, RemovedMapping { bytes: reservation.bytes, cause });
             // SAFETY: 1. `reserve` got this span from the store. Nothing is mapped in it, so it is
             // not in use.
             unsafe { self.store.release(address, reservation.span) };
@@ -229,18 +240,7 @@ impl AddressSpace {
         export_types: ExportTypes,
     ) -> Result<u64, ErrorCode> {
         let extent = self.store.allocate_extent(bytes)?;
-        let history = AccessHistory::new(bytes);
-        Ok(self.objects.insert(PhysicalObject {
-            device,
-            bytes,
-            extent,
-            history,
-            mapping_count: 0,
-            handle_count: 1,
-            export_types,
-            is_shared: false,
-            charged: bytes,
-        }))
+        Ok(self.objects.insert(PhysicalObject::new(device, bytes, extent, export_types)))
     }
 
     /// Returns the bytes of an exported object, and where another process finds them. From then on
@@ -263,19 +263,9 @@ impl AddressSpace {
             return Err(codes::INVALID_VALUE);
         }
         let extent = Extent::elsewhere(name, bytes)?;
-        let (history, export_types) = (AccessHistory::new(bytes), ExportTypes::NONE);
-        let (mapping_count, handle_count, is_shared, charged) = (0, 1, true, 0);
-        Ok(self.objects.insert(PhysicalObject {
-            device,
-            bytes,
-            extent,
-            history,
-            mapping_count,
-            handle_count,
-            export_types,
-            is_shared,
-            charged,
-        }))
+        let mut object = PhysicalObject::new(device, bytes, extent, ExportTypes::NONE);
+        (object.is_shared, object.charged) = (true, 0);
+        Ok(self.objects.insert(object))
     }
 
     /// Adds a handle to an exported object.
@@ -317,16 +307,8 @@ impl AddressSpace {
         0
     }
 
-    /// Maps a whole object. `host` is the clock of the host: uses through an earlier
-    /// mapping that are not known to be done by that clock are reported.
-    pub(crate) fn map(
-        &mut self,
-        address: u64,
-        bytes: u64,
-        handle: u64,
-        host: &Clock,
-        findings: &mut Vec<Finding>,
-    ) -> Result<(), ErrorCode> {
+    /// Maps a whole object.
+    pub(crate) fn map(&mut self, address: u64, bytes: u64, handle: u64) -> Result<(), ErrorCode> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
         if self.object(handle).ok_or(codes::INVALID_HANDLE)?.bytes != bytes {
             return Err(codes::NOT_SUPPORTED);
@@ -345,19 +327,6 @@ impl AddressSpace {
         // above.
         unsafe { self.store.map(address, bytes, &object.extent) }?;
         object.mapping_count += 1;
-        for (start, removed_mapping) in
-            self.removed.range(..end).rev().take_while(|(start, g)| **start + g.bytes > address)
-        {
-            for earlier in removed_mapping.uses.iter().filter(|action| !action.precedes(host)) {
-                let kind = ViolationKind::MapInFlight;
-                findings.push(Finding {
-                    kind,
-                    earlier: Some(*earlier),
-                    address: *start,
-                    bytes: removed_mapping.bytes,
-                });
-            }
-        }
         self.discard_removed(address, bytes);
         let (access, write_access, uses) = (0, 0, Vec::new());
         self.mappings
@@ -439,7 +408,6 @@ impl AddressSpace {
         address: u64,
         bytes: u64,
         cause: Action,
-        host: &Clock,
     ) -> Result<Vec<(DeviceId, u64)>, ErrorCode> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
         self.check_whole_mappings(address, end)?;
@@ -451,11 +419,8 @@ impl AddressSpace {
         // runs.
         unsafe { self.store.unmap(address, bytes) }?;
         while let Some((&start, _)) = self.mappings.range(address..end).next() {
-            let Some(Mapping { bytes, object, mut uses, .. }) = self.mappings.remove(&start) else {
-                break;
-            };
-            uses.retain(|action| !action.precedes(host));
-            self.record_removed(start, RemovedMapping { bytes, cause, uses });
+            let Some(Mapping { bytes, object, .. }) = self.mappings.remove(&start) else { break };
+            self.record_removed(start, RemovedMapping { bytes, cause });
             let device = self.objects.get_mut(object).map(|object| {
                 object.mapping_count -= 1;
                 object.device
@@ -506,39 +471,10 @@ impl AddressSpace {
         clock: &Clock,
         findings: &mut Vec<Finding>,
     ) -> bool {
-        let DeviceRange { device, address, bytes } = u.range;
-        let Some(end) = address.checked_add(bytes) else {
-            findings.push(unmapped_finding(&self.removed, address, bytes));
-            return false;
-        };
-        let mut cursor = address;
-        let mut accessible = true;
-        for (&start, mapping) in self.mappings.range_mut(self.start_containing(address)..end) {
-            if start > cursor {
-                findings.push(unmapped_finding(&self.removed, cursor, start - cursor));
-                accessible = false;
-            }
-            let from = start.max(address);
-            let to = end.min(start + mapping.bytes);
-            cursor = to;
-            if !mapping.permits(u) {
-                let kind = ViolationKind::NoAccess { device };
-                findings.push(Finding { kind, earlier: None, address: from, bytes: to - from });
-                accessible = false;
-                continue;
-            }
-            match mapping.uses.iter_mut().find(|earlier| earlier.component == action.component) {
-                Some(earlier) => *earlier = *action,
-                None => mapping.uses.push(*action),
-            }
-            if let Some(object) = self.objects.get_mut(mapping.object) {
-                object.history.record(start, from - start, to - from, action, clock, findings);
-            }
-        }
-        if cursor < end {
-            findings.push(unmapped_finding(&self.removed, cursor, end - cursor));
-            accessible = false;
-        }
+        let inaccessible = self.inaccessible(u);
+        let accessible = inaccessible.is_empty();
+        findings.extend(inaccessible);
+        self.record(u.range, Some(u), action, clock, findings);
         accessible
     }
 
@@ -546,14 +482,33 @@ impl AddressSpace {
     /// Unmapped parts are skipped.
     pub(crate) fn record_bytes(
         &mut self,
-        address: u64,
-        bytes: u64,
+        range: DeviceRange,
         action: &Action,
         clock: &Clock,
         findings: &mut Vec<Finding>,
     ) {
-        let end = address.saturating_add(bytes);
-        for (&start, mapping) in self.mappings.range(self.start_containing(address)..end) {
+        self.record(range, None, action, clock, findings);
+    }
+
+    fn record(
+        &mut self,
+        range: DeviceRange,
+        as_use: Option<&DeviceUse>,
+        action: &Action,
+        clock: &Clock,
+        findings: &mut Vec<Finding>,
+    ) {
+        let (address, end) = (range.address, range.address.saturating_add(range.bytes));
+        for (&start, mapping) in self.mappings.range_mut(self.start_containing(address)..end) {
+            if let Some(u) = as_use {
+                if !mapping.permits(u) {
+                    continue;
+                }
+                match mapping.uses.iter_mut().find(|it| it.component == action.component) {
+                    Some(earlier) => *earlier = *action,
+                    None => mapping.uses.push(*action),
+                }
+            }
             let from = start.max(address);
             let to = end.min(start + mapping.bytes);
             if let Some(object) = self.objects.get_mut(mapping.object) {
@@ -562,24 +517,33 @@ impl AddressSpace {
         }
     }
 
-    /// Returns the first part of a range that cannot be accessed, if any.
-    pub(crate) fn first_inaccessible(&self, u: &DeviceUse) -> Option<Finding> {
+    /// Returns the parts of a range that cannot be accessed.
+    fn inaccessible(&self, u: &DeviceUse) -> Vec<Finding> {
         let DeviceRange { device, address, bytes } = u.range;
         let Some(end) = address.checked_add(bytes) else {
-            return Some(unmapped_finding(&self.removed, address, bytes));
+            return vec![unmapped_finding(&self.removed, address, bytes)];
         };
-        let mut cursor = address;
+        let (mut found, mut cursor) = (Vec::new(), address);
         for (&start, mapping) in self.overlapping(address, end) {
             if start > cursor {
-                return Some(unmapped_finding(&self.removed, cursor, start - cursor));
+                found.push(unmapped_finding(&self.removed, cursor, start - cursor));
             }
+            let from = start.max(address);
+            cursor = end.min(start + mapping.bytes);
             if !mapping.permits(u) {
                 let kind = ViolationKind::NoAccess { device };
-                return Some(Finding { kind, earlier: None, address: start, bytes: mapping.bytes });
+                found.push(Finding { kind, earlier: None, address: from, bytes: cursor - from });
             }
-            cursor = start + mapping.bytes;
         }
-        (cursor < end).then(|| unmapped_finding(&self.removed, cursor, end - cursor))
+        if cursor < end {
+            found.push(unmapped_finding(&self.removed, cursor, end - cursor));
+        }
+        found
+    }
+
+    /// Returns the first part of a range that cannot be accessed, if any.
+    pub(crate) fn first_inaccessible(&self, u: &DeviceUse) -> Option<Finding> {
+        self.inaccessible(u).into_iter().next()
     }
 
     /// Returns the bytes of a range, if it can be accessed. No work may run.

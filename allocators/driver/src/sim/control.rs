@@ -71,7 +71,6 @@ impl Sim {
                 Err(_) => false,
             }
         };
-        self.machine.checkpoint();
         ran
     }
 
@@ -82,7 +81,6 @@ impl Sim {
             let state = self.machine.drain(self.machine.lock());
             state.check();
             drop(state);
-            self.machine.checkpoint();
         }
     }
 
@@ -110,12 +108,10 @@ impl Sim {
     }
 
     /// Runs the work that was queued before a [mark](Sim::mark) was taken, and what it waits for.
-    /// Blocks while another thread must still write a value that it waits for.
     #[track_caller]
     pub fn run_to(&self, mark: &[u64]) {
         if !device_code::is_running() {
             drop(self.machine.run_to(self.machine.lock(), mark));
-            self.machine.checkpoint();
         }
     }
 
@@ -188,7 +184,6 @@ impl Sim {
         call_release_functions(released);
         // Drops closures of the program, so without the lock.
         drop::<Vec<_>>(dropped);
-        self.machine.changed.notify_all();
     }
 
     /// Returns the number of nodes of a graph: kernels, copies, fills and host calls. Events and

@@ -7,7 +7,6 @@
 use super::{
     access_history::{Action, ActionKind},
     address_space::ReservationPurpose,
-    clock::Clock,
     codes::{self, ErrorCode},
     handle_table::HandleTable,
     machine::caller_site,
@@ -15,7 +14,7 @@ use super::{
     queue::StreamPoint,
 };
 use crate::{DeviceId, ExportTypes, PoolUsage};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 
 /// Block sizes are multiples of this.
 const UNIT: u64 = 512;
@@ -38,13 +37,10 @@ struct PoolBlock {
 #[derive(Debug)]
 pub(crate) struct DriverPool {
     pub(crate) device: DeviceId,
-    /// The maximum number of bytes.
-    max: u64,
     usage: PoolUsage,
     /// Bytes of each segment, by address.
     segments: BTreeMap<u64, u64>,
     free: BTreeMap<u64, FreeBlock>,
-    by_size: BTreeSet<(u64, u64)>,
     /// Whether its handle is valid. Its memory stays while blocks exist.
     pub(crate) alive: bool,
 }
@@ -58,14 +54,12 @@ struct FreeBlock {
 }
 
 impl DriverPool {
-    pub(crate) fn new(device: DeviceId, max: u64) -> Self {
+    pub(crate) fn new(device: DeviceId) -> Self {
         Self {
             device,
-            max: if max == 0 { u64::MAX } else { max },
             usage: PoolUsage::default(),
             segments: BTreeMap::new(),
             free: BTreeMap::new(),
-            by_size: BTreeSet::new(),
             alive: true,
         }
     }
@@ -80,23 +74,11 @@ impl DriverPool {
             self.usage.used + free,
             "a pool has lost bytes or has some twice"
         );
-        debug_assert_eq!(self.free.len(), self.by_size.len(), "a free block is not in both orders");
         debug_assert!(self.usage.reserved <= self.usage.reserved_high, "a pool's peak is too low");
     }
 
     pub(crate) fn usage(&self) -> PoolUsage {
         self.usage
-    }
-
-    fn remove(&mut self, address: u64) -> Option<FreeBlock> {
-        let free = self.free.remove(&address)?;
-        self.by_size.remove(&(free.bytes, address));
-        Some(free)
-    }
-
-    fn insert(&mut self, address: u64, free: FreeBlock) {
-        self.by_size.insert((free.bytes, address));
-        self.free.insert(address, free);
     }
 
     /// Adds a free block, coalesced with its free neighbours in the segment.
@@ -105,19 +87,19 @@ impl DriverPool {
         let (start, end) =
             segment.map_or((address, address), |(&start, &bytes)| (start, start + bytes));
         if address + free.bytes < end
-            && let Some(next) = self.remove(address + free.bytes)
+            && let Some(next) = self.free.remove(&(address + free.bytes))
         {
             free.coalesce(next);
         }
         let before = self.free.range(start..address).next_back();
         if let Some((&before, _)) =
             before.filter(|(before, other)| **before + other.bytes == address)
-            && let Some(other) = self.remove(before)
+            && let Some(other) = self.free.remove(&before)
         {
             free.coalesce(other);
             address = before;
         }
-        self.insert(address, free);
+        self.free.insert(address, free);
     }
 }
 
@@ -177,11 +159,10 @@ impl MachineState {
                 return Err(code);
             }
         };
-        let mut findings = Vec::new();
         let devices = self.devices_with_access(device) | device_bit(device);
         let mapped = self
             .space
-            .map(address, bytes, object, &Clock::default(), &mut findings)
+            .map(address, bytes, object)
             .and_then(|()| self.space.set_access(address, bytes, devices, true));
         if let Err(code) = mapped {
             self.unmap_and_release(address, object, bytes, None);
@@ -202,9 +183,8 @@ impl MachineState {
         let site = std::panic::Location::caller();
         let action =
             cause.unwrap_or_else(|| self.current_host_action(ActionKind::Free, "free", site));
-        let clock = &self.host.clock;
         // If it cannot be unmapped, it was not mapped.
-        let _ = self.space.unmap(address, bytes, action, clock);
+        let _ = self.space.unmap(address, bytes, action);
         let freed = self.space.release(object);
         self.space.unreserve(address, action);
         freed
@@ -231,51 +211,33 @@ impl MachineState {
         let bytes = bytes.checked_next_multiple_of(UNIT).ok_or(codes::OUT_OF_MEMORY)?;
         let entry =
             self.pools.pools.get(pool).filter(|pool| pool.alive).ok_or(codes::INVALID_HANDLE)?;
-        let fitting = entry.by_size.range((bytes, 0)..);
-        // Among the best fits, prefer a block of this stream or one that needs no wait.
-        let needs_no_wait = |&&(_, address): &&(u64, u64)| {
-            let freed_at = &entry.free[&address].freed_at;
-            freed_at
-                .iter()
-                .all(|point| point.stream == stream || self.reached(point.stream, point.count))
+        // Prefer a block of this stream or one that needs no wait, and of these the best fit.
+        let needs_wait = |point: &StreamPoint| {
+            point.stream != stream && !self.reached(point.stream, point.count)
         };
+        let fitting = entry.free.iter().filter(|(_, free)| free.bytes >= bytes);
         let best = fitting
-            .clone()
-            .take(16)
-            .find(needs_no_wait)
-            .or_else(|| fitting.clone().next())
-            .copied();
-        let (size, address) = match best {
+            .min_by_key(|(_, free)| (free.freed_at.iter().any(needs_wait), free.bytes))
+            .map(|(&address, _)| address);
+        let address = match best {
             Some(best) => best,
             None => self.grow(pool, bytes)?,
         };
         let entry = self.pools.pools.get_mut(pool).ok_or(codes::INVALID_HANDLE)?;
-        let free = entry.remove(address).ok_or(codes::OUT_OF_MEMORY)?;
-        if size > bytes {
-            entry.insert(
-                address + bytes,
-                FreeBlock { bytes: size - bytes, freed_at: free.freed_at.clone() },
-            );
+        let free = entry.free.remove(&address).ok_or(codes::OUT_OF_MEMORY)?;
+        if free.bytes > bytes {
+            let rest = FreeBlock { bytes: free.bytes - bytes, freed_at: free.freed_at.clone() };
+            entry.free.insert(address + bytes, rest);
         }
         entry.usage.used += bytes;
         self.pools.blocks.insert(address, PoolBlock { pool, bytes });
         Ok((address, bytes, free.freed_at))
     }
 
-    /// Adds a segment to a pool. Returns its bytes and address.
-    fn grow(&mut self, pool: u64, bytes: u64) -> Result<(u64, u64), ErrorCode> {
+    /// Adds a segment to a pool. Returns its address.
+    fn grow(&mut self, pool: u64, bytes: u64) -> Result<u64, ErrorCode> {
         let segment = bytes.checked_next_multiple_of(SEGMENT).ok_or(codes::OUT_OF_MEMORY)?;
-        let entry = self.pools.pools.get(pool).ok_or(codes::INVALID_HANDLE)?;
-        let (device, max) = (entry.device, entry.max);
-        let fits = |pool: &DriverPool| {
-            pool.usage.reserved.checked_add(segment).is_some_and(|reserved| reserved <= max)
-        };
-        if !fits(entry) {
-            self.pool_trim(pool, max.saturating_sub(segment));
-        }
-        if !self.pools.pools.get(pool).is_some_and(fits) {
-            return Err(codes::OUT_OF_MEMORY);
-        }
+        let device = self.pools.pools.get(pool).ok_or(codes::INVALID_HANDLE)?.device;
         let allocated = self.allocate(device, segment, true).or_else(|_| {
             self.pool_trim(pool, 0);
             self.allocate(device, segment, true)
@@ -285,8 +247,8 @@ impl MachineState {
         entry.usage.reserved += segment;
         entry.usage.reserved_high = entry.usage.reserved_high.max(entry.usage.reserved);
         entry.segments.insert(address, segment);
-        entry.insert(address, FreeBlock { bytes: segment, freed_at: Vec::new() });
-        Ok((segment, address))
+        entry.free.insert(address, FreeBlock { bytes: segment, freed_at: Vec::new() });
+        Ok(address)
     }
 
     /// Returns the bytes of an allocated block, and the pool's device.
@@ -329,7 +291,7 @@ impl MachineState {
             }
             let cause = self.current_host_action(ActionKind::Free, "pool trim", caller_site());
             if let Some(entry) = self.pools.pools.get_mut(pool) {
-                entry.remove(address);
+                entry.free.remove(&address);
                 entry.segments.remove(&address);
                 entry.usage.reserved -= bytes;
             }
@@ -340,16 +302,9 @@ impl MachineState {
     /// Releases what is possible of a pool whose handle is destroyed.
     pub(crate) fn release_destroyed_pool(&mut self, pool: u64) {
         self.pool_trim(pool, 0);
-        if self.pools.pools.get(pool).is_some_and(|pool| pool.usage.used == 0) {
-            // Segments that are free but still used by queued work stay until that work is done.
-            let rest: Vec<_> = self
-                .pools
-                .pools
-                .get(pool)
-                .map_or(Vec::new(), |p| p.segments.keys().copied().collect());
-            if rest.is_empty() {
-                self.pools.pools.remove(pool);
-            }
+        // Segments that are free but still used by queued work stay until that work is done.
+        if self.pools.pools.get(pool).is_some_and(|pool| pool.segments.is_empty()) {
+            self.pools.pools.remove(pool);
         }
     }
 

@@ -8,7 +8,6 @@
 
 use super::{
     address_space::DeviceUse,
-    agents::Agent,
     clock::Clock,
     codes::{self, ErrorCode},
     device_code,
@@ -145,12 +144,9 @@ impl MachineState {
             return Err(codes::INVALID_VALUE);
         }
         self.graphs.execs_created += 1;
-        let agent = Agent::Graph { device, id: self.graphs.execs_created };
-        let branches = branches
-            .into_iter()
-            .skip(1)
-            .map(|device| self.create_stream_as(device, StreamKind::Branch, Some(agent)));
-        let branches = branches.collect();
+        let kind = StreamKind::Branch { exec: self.graphs.execs_created };
+        let others = branches.into_iter().skip(1);
+        let branches = others.map(|device| self.create_stream(device, kind)).collect();
         Ok(self.graphs.execs.insert(GraphExec {
             device,
             nodes,

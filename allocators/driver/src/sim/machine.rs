@@ -37,7 +37,7 @@ pub(crate) struct Machine {
     /// The name of the thread that created it, unless that is the main thread.
     creator: Option<Box<str>>,
     state: Mutex<MachineState>,
-    /// Signalled when an item has run, or can run now.
+    /// Signalled when an item has run.
     pub(crate) changed: Condvar,
 }
 
@@ -76,8 +76,7 @@ impl Machine {
         };
         let machine_id = MACHINES.fetch_add(1, Ordering::Relaxed);
         let on_violation = config.on_violation.unwrap_or_else(OnViolation::process_default);
-        let mut state = MachineState::new(machine_id, config.clone(), store);
-        state.violations.report_at_once = on_violation == OnViolation::ReportAtOnce;
+        let state = MachineState::new(machine_id, config.clone(), store);
         Self {
             on_violation,
             process_id: std::process::id(),
@@ -120,31 +119,6 @@ impl Machine {
             reporting::exit_with(code);
         }
         !unreported.is_empty()
-    }
-
-    /// Panics if [`OnViolation::Panic`] is set and there are unreported violations. Never called by
-    /// a drop.
-    #[track_caller]
-    #[expect(clippy::panic, reason = "requested by the program")]
-    pub(crate) fn checkpoint(&self) {
-        if self.on_violation != OnViolation::Panic
-            || thread::panicking()
-            || device_code::is_running()
-        {
-            return;
-        }
-        let unreported = self.lock().violations.take_unreported();
-        if !unreported.is_empty() {
-            panic!("{}", reporting::ReportText { violations: &unreported, creator: None });
-        }
-    }
-
-    /// Waits until an item has run.
-    pub(crate) fn wait<'a>(&'a self, mut state: StateGuard<'a>) -> StateGuard<'a> {
-        state.waiting += 1;
-        let mut state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        state.waiting -= 1;
-        state
     }
 
     /// Enters a counted call: counts it, blocks or refuses it if a test requires that, and lets

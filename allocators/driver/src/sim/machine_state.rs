@@ -17,7 +17,7 @@ use super::{
     queue::{self, Event, Stream, StreamKind},
     registrations::Registrations,
     store::Store,
-    violation::{Finding, ViolationLog},
+    violation::ViolationLog,
 };
 use crate::{DeviceId, DeviceInfo, RawStream, devices::count_lost_device, site::Site};
 use aquifer_core::random::SplitMix64;
@@ -50,7 +50,6 @@ pub(crate) struct MachineState {
     pub(crate) space: AddressSpace,
     pub(crate) pinned: PinnedMemory,
     pub(crate) pools: DriverPools,
-    pub(crate) values: StreamValues,
 
     pub(crate) streams: Vec<Stream>,
     free_streams: Vec<usize>,
@@ -77,8 +76,6 @@ pub(crate) struct MachineState {
     pub(crate) registrations: Registrations,
     pub(crate) violations: ViolationLog,
     pub(crate) accesses_checked: u64,
-    /// Scratch buffer for the checks.
-    pub(crate) findings: Vec<Finding>,
 
     pub(crate) captures: Captures,
     pub(crate) graphs: GraphTables,
@@ -116,7 +113,6 @@ impl MachineState {
             space: AddressSpace::new(store),
             pinned: PinnedMemory::default(),
             pools: DriverPools::default(),
-            values: StreamValues::default(),
             streams: Vec::new(),
             free_streams: Vec::new(),
             next_stream_id: 1,
@@ -135,7 +131,6 @@ impl MachineState {
             registrations: Registrations::default(),
             violations: ViolationLog::default(),
             accesses_checked: 0,
-            findings: Vec::new(),
             captures: Captures::default(),
             graphs: GraphTables::default(),
             faults: Faults::default(),
@@ -160,7 +155,6 @@ impl MachineState {
         for device in &self.devices {
             debug_assert!(device.allocated <= device.info.memory, "a device holds too much");
         }
-        debug_assert!(self.findings.is_empty(), "findings were not reported");
         self.space.check();
         self.pools.check();
     }
@@ -207,23 +201,15 @@ impl MachineState {
         if self.config.peers { u64::MAX } else { device_bit(device) }
     }
 
-    /// Creates a stream and returns its index.
+    /// Creates a stream and returns its index. A branch belongs to the executable graph `exec`.
     pub(crate) fn create_stream(&mut self, device: DeviceId, kind: StreamKind) -> usize {
-        self.create_stream_as(device, kind, None)
-    }
-
-    /// As [`MachineState::create_stream`], for an agent that is not a plain stream.
-    pub(crate) fn create_stream_as(
-        &mut self,
-        device: DeviceId,
-        kind: StreamKind,
-        agent: Option<Agent>,
-    ) -> usize {
         let id = self.next_stream_id;
         self.next_stream_id += 1;
-        let creator = &self.host.clock;
-        let agent = agent.unwrap_or(Agent::Stream { device, id });
-        let (component, clock) = self.components.lease(agent, creator);
+        let agent = match kind {
+            StreamKind::Branch { exec } => Agent::Graph { device, id: exec },
+            _ => Agent::Stream { device, id },
+        };
+        let (component, clock) = self.components.lease(agent, &self.host.clock);
         let mut stream = Stream {
             device,
             id,
@@ -270,9 +256,7 @@ impl MachineState {
                 let index =
                     queue::stream_index(self.machine_id, stream).ok_or(codes::INVALID_HANDLE)?;
                 match self.streams.get(index) {
-                    Some(s) if s.alive && s.device == device && s.kind != StreamKind::Branch => {
-                        Ok(index)
-                    }
+                    Some(s) if s.alive && s.device == device && !s.kind.is_branch() => Ok(index),
                     _ => Err(codes::INVALID_HANDLE),
                 }
             }
@@ -291,7 +275,7 @@ impl MachineState {
 
     /// Returns whether the program created a stream: it is not a default stream.
     pub(crate) fn is_created_by_program(&self, index: usize) -> bool {
-        !matches!(self.streams[index].kind, StreamKind::Legacy | StreamKind::Branch)
+        !matches!(self.streams[index].kind, StreamKind::Legacy | StreamKind::Branch { .. })
             && !self.thread_streams.values().any(|&other| other == index)
     }
 
@@ -315,8 +299,8 @@ impl MachineState {
         work: &'static str,
         site: Site,
     ) -> Action {
-        let host = &mut self.host;
-        Action { count: host.tick(), component: host.component, kind, work, site, launch: None }
+        let count = self.host.tick();
+        Action::new((self.host.component, count), kind, work, site)
     }
 
     /// Returns a host action without counting it, for an action that needs no own position in the
@@ -327,65 +311,12 @@ impl MachineState {
         work: &'static str,
         site: Site,
     ) -> Action {
-        let host = &self.host;
-        Action {
-            count: host.clock.get(host.component),
-            component: host.component,
-            kind,
-            work,
-            site,
-            launch: None,
-        }
+        let HostAgent { component, clock, .. } = &self.host;
+        Action::new((*component, clock.get(*component)), kind, work, site)
     }
 }
 
 /// Returns a device's bit in a set of devices.
 pub(crate) fn device_bit(device: DeviceId) -> u64 {
     1_u64.checked_shl(device.0).unwrap_or(0)
-}
-
-/// All values that streams have written, by address.
-#[derive(Default, Debug)]
-pub(crate) struct StreamValues {
-    values: HashMap<u64, StreamValue>,
-}
-
-#[derive(Default, Debug)]
-struct StreamValue {
-    /// The current value, from the writes that have run.
-    current: u64,
-    /// The writes queued so far, oldest first, each with the clock that precedes it.
-    writes: Vec<(u64, Clock)>,
-}
-
-impl StreamValues {
-    /// Records that a write is queued.
-    pub(crate) fn queue_write(&mut self, address: u64, value: u64, clock: Clock) {
-        let writes = &mut self.values.entry(address).or_default().writes;
-        // Writes before a later, lower value can no longer satisfy a wait.
-        if writes.last().is_some_and(|&(last, _)| value < last) {
-            writes.clear();
-        }
-        // The first of equal writes satisfies a wait, so a graph may write the same value
-        // repeatedly.
-        if writes.last().is_none_or(|&(last, _)| value > last) {
-            writes.push((value, clock));
-        }
-    }
-
-    /// Records that a write runs.
-    pub(crate) fn write(&mut self, address: u64, value: u64) {
-        self.values.entry(address).or_default().current = value;
-    }
-
-    /// Returns whether a wait for at least `value` is satisfied.
-    pub(crate) fn reached(&self, address: u64, value: u64) -> bool {
-        self.values.get(&address).is_some_and(|entry| entry.current >= value)
-    }
-
-    /// Returns the clock of the first queued write that satisfies a wait for at least `value`.
-    pub(crate) fn satisfying_clock(&self, address: u64, value: u64) -> Option<&Clock> {
-        let writes = &self.values.get(&address)?.writes;
-        writes.iter().find(|&&(written, _)| written >= value).map(|(_, clock)| clock)
-    }
 }

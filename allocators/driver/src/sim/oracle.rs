@@ -27,22 +27,22 @@ impl MachineState {
     ) -> Action {
         self.join_host_clock(stream);
         let s = &mut self.streams[stream];
-        if !self.oracle {
-            return Action { count: 0, component: s.component, kind, work, site, launch: None };
-        }
-        Action {
-            count: s.clock.tick(s.component),
-            component: s.component,
-            kind,
-            work,
-            site,
-            launch: None,
-        }
+        let count = if self.oracle { s.clock.tick(s.component) } else { 0 };
+        Action::new((s.component, count), kind, work, site)
     }
 
     /// Checks one use of device memory by work with this action at its stream's tail. Returns
     /// whether the bytes can be accessed.
-    pub(crate) fn check_use(&mut self, stream: usize, u: &DeviceUse, action: Action) -> bool {
+    ///
+    /// Work of a launched graph refers to the memory as it was when it was captured. It may access
+    /// memory that is retained for these keepers, regardless of the current owner.
+    pub(crate) fn check_use(
+        &mut self,
+        stream: usize,
+        u: &DeviceUse,
+        action: Action,
+        keepers: &[u64],
+    ) -> bool {
         if !self.oracle {
             return !self.space.store.has_bytes() || self.space.first_inaccessible(u).is_none();
         }
@@ -51,8 +51,11 @@ impl MachineState {
         }
         self.accesses_checked += 1;
         let action = Action { kind: u.action_kind(), ..action };
-        let mut findings = std::mem::take(&mut self.findings);
-        self.owners.check(u.range.address, u.range.bytes, u.generation, stream, &mut findings);
+        let mut findings = Vec::new();
+        let DeviceRange { address, bytes, .. } = u.range;
+        if !self.retained.is_retained_for(address, bytes, keepers) {
+            self.owners.check(address, bytes, u.generation, stream, &mut findings);
+        }
         // Work on memory with another owner is reported once and leaves no record. Otherwise valid
         // work would race with it.
         let accessible = if findings.is_empty() {
@@ -60,28 +63,6 @@ impl MachineState {
         } else {
             self.space.first_inaccessible(u).is_none()
         };
-        self.report(findings, action, Some(u.range.device));
-        accessible
-    }
-
-    /// Checks one use by work of a launched graph, which refers to the memory as it was when it was
-    /// captured. It may access memory that is retained for the graph, regardless of the current
-    /// owner.
-    pub(crate) fn check_captured_use(
-        &mut self,
-        stream: usize,
-        u: &DeviceUse,
-        action: Action,
-        keepers: &[u64],
-    ) -> bool {
-        if !self.oracle || !self.retained.is_retained_for(u.range.address, u.range.bytes, keepers) {
-            return self.check_use(stream, u, action);
-        }
-        self.accesses_checked += 1;
-        let action = Action { kind: u.action_kind(), ..action };
-        let mut findings = std::mem::take(&mut self.findings);
-        let accessible =
-            self.space.record_use(u, &action, &self.streams[stream].clock, &mut findings);
         self.report(findings, action, Some(u.range.device));
         accessible
     }
@@ -115,7 +96,7 @@ impl MachineState {
         let pinned =
             u.bytes == 0 || self.pinned.classify(u.address, u.bytes) == HostMemoryKind::Pinned;
         if !pinned && self.oracle {
-            let mut findings = std::mem::take(&mut self.findings);
+            let mut findings = Vec::new();
             let (kind, address, bytes) = (ViolationKind::Unmapped, u.address, u.bytes);
             findings.push(Finding { kind, earlier: None, address, bytes });
             self.report(findings, Action { kind: u.kind, ..action }, None);
@@ -135,13 +116,13 @@ impl MachineState {
         if self.oracle && bytes > 0 {
             self.accesses_checked += 1;
             let action = Action { kind, ..action };
-            let mut findings = std::mem::take(&mut self.findings);
+            let mut findings = Vec::new();
             self.pinned.record(address, bytes, &action, &self.streams[stream].clock, &mut findings);
             self.report(findings, action, None);
         }
     }
 
-    /// Names the parties of findings, and reclaims the scratch buffer.
+    /// Names the parties of findings.
     pub(crate) fn report(
         &mut self,
         mut findings: Vec<Finding>,
@@ -158,10 +139,9 @@ impl MachineState {
                 }),
             )
         });
-        for finding in findings.drain(..) {
+        for finding in findings {
             self.violations.add(&self.components, finding, later, device);
         }
-        self.findings = findings;
     }
 
     /// Checks a host access to memory that devices can reach. Kernels declare their own.
@@ -186,7 +166,7 @@ impl MachineState {
             HostAccess::Free => (ActionKind::Free, "free of host memory"),
         };
         let mut action = self.new_host_action(kind, work, site.unwrap_or(own));
-        let mut findings = std::mem::take(&mut self.findings);
+        let mut findings = Vec::new();
         let host = &self.host;
         self.pinned.record(address, bytes, &action, &host.clock, &mut findings);
         if let (None, Some(earlier)) = (site, findings.first().and_then(|finding| finding.earlier))
@@ -290,12 +270,13 @@ impl MachineState {
         site: Site,
     ) -> Action {
         let action = self.next_stream_action(stream, ActionKind::Allocate, "allocation", site);
-        let mut findings = std::mem::take(&mut self.findings);
+        let mut findings = Vec::new();
         let (space, clock) = (&mut self.space, &self.streams[stream].clock);
-        self.owners.for_each_part_outside(address, bytes, generation, |address, bytes| {
-            space.record_bytes(address, bytes, &action, clock, &mut findings);
-        });
         let device = self.streams[stream].device;
+        self.owners.for_each_part_outside(address, bytes, generation, |address, bytes| {
+            let part = DeviceRange { device, address, bytes };
+            space.record_bytes(part, &action, clock, &mut findings);
+        });
         self.report(findings, action, Some(device));
         action
     }
@@ -335,7 +316,7 @@ impl MachineState {
     pub(crate) fn implied_streams(&self, stream: usize) -> Vec<usize> {
         let s = &self.streams[stream];
         match s.kind {
-            StreamKind::NonBlocking | StreamKind::Branch => Vec::new(),
+            StreamKind::NonBlocking | StreamKind::Branch { .. } => Vec::new(),
             StreamKind::Blocking => self.devices[s.device.0 as usize].legacy.into_iter().collect(),
             StreamKind::Legacy => {
                 let blocking = |&other: &usize| {

@@ -254,14 +254,7 @@ mod tests {
     use std::panic::Location;
 
     fn cause() -> Action {
-        Action {
-            count: 1,
-            component: 0,
-            kind: ActionKind::Allocate,
-            work: "test",
-            site: Location::caller(),
-            launch: None,
-        }
+        Action::new((0, 1), ActionKind::Allocate, "test", Location::caller())
     }
 
     fn count_findings(

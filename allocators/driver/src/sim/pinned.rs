@@ -22,8 +22,6 @@ pub(crate) struct PinnedRange {
     pub(crate) bytes: u64,
     pub(crate) device: DeviceId,
     pub(crate) kind: PinKind,
-    /// Whether devices may only read it.
-    pub(crate) read_only: bool,
     /// The action that pinned it.
     pub(crate) cause: Action,
     history: AccessHistory,
@@ -60,16 +58,8 @@ impl PinnedMemory {
             return false;
         }
         let history = AccessHistory::new(bytes);
-        self.ranges
-            .insert(address, PinnedRange { bytes, device, kind, read_only: false, cause, history });
+        self.ranges.insert(address, PinnedRange { bytes, device, kind, cause, history });
         true
-    }
-
-    /// Makes the registration that starts here read-only for devices.
-    pub(crate) fn set_read_only(&mut self, address: u64) {
-        if let Some(pinned) = self.ranges.get_mut(&address) {
-            pinned.read_only = true;
-        }
     }
 
     /// Returns the registration that contains an address.

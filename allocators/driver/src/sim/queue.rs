@@ -21,8 +21,15 @@ pub(crate) enum StreamKind {
     Blocking,
     /// The device's legacy stream, ordered before and after the work of every blocking stream.
     Legacy,
-    /// A branch of an executable graph. It has no handle, and only a launch queues work on it.
-    Branch,
+    /// A branch of an executable graph, by its number. It has no handle, and only a launch queues
+    /// work on it.
+    Branch { exec: u64 },
+}
+
+impl StreamKind {
+    pub(crate) fn is_branch(self) -> bool {
+        matches!(self, Self::Branch { .. })
+    }
 }
 
 /// A stream. Its index is reused when it is destroyed and all its work is done, as a driver reuses
@@ -135,10 +142,6 @@ pub(crate) enum Work {
     Copy(Arc<CopyWork>),
     /// Waits until another stream (an index) has run `count` items.
     Wait { stream: usize, count: u64 },
-    /// Writes a value that streams may wait for.
-    WriteValue { address: u64, value: u64 },
-    /// Waits until the value at the address is at least `value`.
-    WaitValue { address: u64, value: u64 },
     /// The end of a graph's launch, which drops its references to the release functions.
     LaunchEnd(Vec<ReleaseRef>),
 }
@@ -165,11 +168,7 @@ impl Work {
             Self::Access(u) => std::slice::from_ref(u),
             Self::Kernel { uses, .. } => uses,
             Self::Copy(work) => &work.uses,
-            Self::Inaccessible
-            | Self::Wait { .. }
-            | Self::WriteValue { .. }
-            | Self::WaitValue { .. }
-            | Self::LaunchEnd(_) => &[],
+            Self::Inaccessible | Self::Wait { .. } | Self::LaunchEnd(_) => &[],
         }
     }
 }

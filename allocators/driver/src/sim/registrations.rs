@@ -64,14 +64,7 @@ mod tests {
 
     #[test]
     fn every_overlap_is_reported_until_the_last_registration_ends() {
-        let cause = Action {
-            count: 1,
-            component: 0,
-            kind: ActionKind::Read,
-            work: "test",
-            site: Location::caller(),
-            launch: None,
-        };
+        let cause = Action::new((0, 1), ActionKind::Read, "test", Location::caller());
         let mut registrations = Registrations::default();
         registrations.add(100, 50, cause);
         registrations.add(100, 50, cause);

@@ -32,9 +32,7 @@ const DEFAULT_EXIT_STATUS: i32 = 86;
 /// | variant | `AQUIFER_SIM_VIOLATIONS` |
 /// |---|---|
 /// | [`Exit`](Self::Exit), the default with status 86 | `exit` for status 86, `exit=STATUS` for 1 to 255 |
-/// | [`Panic`](Self::Panic) | `panic` |
 /// | [`Report`](Self::Report) | `report` |
-/// | [`ReportAtOnce`](Self::ReportAtOnce) | `now` |
 /// | [`Quiet`](Self::Quiet) | `quiet` |
 ///
 /// So a test program in which the simulator finds a race fails, even if all its assertions hold.
@@ -50,14 +48,6 @@ pub enum OnViolation {
     /// Violations are written to standard error when the machine ends. The exit status stays as it
     /// is.
     Report,
-    /// Each violation is written to standard error when it is found. Its count is 1 then, and
-    /// repetitions are not written.
-    ReportAtOnce,
-    /// The next call of the program panics with the violations. Such calls are the methods of
-    /// [`Sim`](super::Sim) that queue, run or declare work, and the synchronisations and copy
-    /// scopes of the stream crate. A drop never panics. Violations without such a call after them
-    /// are written to standard error when the machine ends.
-    Panic,
     /// Violations are written to standard error when the machine ends. The process runs to its end,
     /// and then exits with this status instead of its own.
     Exit(i32),
@@ -76,8 +66,7 @@ pub struct BadOnViolation {
 
 impl BadOnViolation {
     /// The valid texts.
-    pub const EXPECTED: &'static str =
-        "report, now, panic, exit, exit=STATUS with 1 to 255, or quiet";
+    pub const EXPECTED: &'static str = "report, exit, exit=STATUS with 1 to 255, or quiet";
 }
 
 impl fmt::Display for BadOnViolation {
@@ -95,8 +84,6 @@ impl FromStr for OnViolation {
         let status = |status: &str| status.parse().ok().filter(|status| (1..=255).contains(status));
         let known = match text.split_once('=').unwrap_or((text, "")) {
             ("report", "") => Some(Self::Report),
-            ("now", "") => Some(Self::ReportAtOnce),
-            ("panic", "") => Some(Self::Panic),
             ("quiet", "") => Some(Self::Quiet),
             ("exit", "") => Some(Self::Exit(DEFAULT_EXIT_STATUS)),
             ("exit", code) => status(code).map(Self::Exit),
@@ -255,8 +242,6 @@ mod tests {
     fn every_valid_text_is_parsed_and_others_are_refused() {
         let parsed = |text: &str| text.parse::<OnViolation>().ok();
         assert_eq!(parsed("report"), Some(OnViolation::Report));
-        assert_eq!(parsed("now"), Some(OnViolation::ReportAtOnce));
-        assert_eq!(parsed("panic"), Some(OnViolation::Panic));
         assert_eq!(parsed("quiet"), Some(OnViolation::Quiet));
         assert_eq!(parsed("exit"), Some(OnViolation::Exit(DEFAULT_EXIT_STATUS)));
         assert_eq!(parsed("exit=255"), Some(OnViolation::Exit(255)));

@@ -15,7 +15,7 @@ use super::{
     kernel::KernelMemory,
     machine::{Machine, StateGuard},
     machine_state::MachineState,
-    queue::{QueueItem, Stream, StreamKind, StreamPoint, Task, Work},
+    queue::{QueueItem, Stream, StreamPoint, Task, Work},
 };
 use crate::{DeviceId, site::Site};
 use std::sync::PoisonError;
@@ -48,14 +48,7 @@ impl MachineState {
         if self.streams[point.stream].executed < point.count {
             let component = self.streams[stream].component;
             let work = Work::Wait { stream: point.stream, count: point.count };
-            let action = Action {
-                count: 0,
-                component,
-                kind: ActionKind::Read,
-                work: name,
-                site,
-                launch: None,
-            };
+            let action = Action::new((component, 0), ActionKind::Read, name, site);
             self.push(stream, QueueItem { work, action });
         }
     }
@@ -85,7 +78,6 @@ impl MachineState {
     fn can_run(&self, work: &Work) -> bool {
         match *work {
             Work::Wait { stream, count } => self.reached(stream, count),
-            Work::WaitValue { address, value } => self.values.reached(address, value),
             _ => true,
         }
     }
@@ -102,7 +94,7 @@ impl MachineState {
         let Some((u, finding)) = inaccessible else { return true };
         if self.oracle && !self.violations.has_named(&item.action) {
             let action = Action { kind: u.action_kind(), ..item.action };
-            let mut findings = std::mem::take(&mut self.findings);
+            let mut findings = Vec::new();
             findings.push(finding);
             self.report(findings, action, Some(u.range.device));
         }
@@ -115,14 +107,11 @@ impl MachineState {
         if !just_checked && !self.check_accessible(item.work.uses(), item) {
             return;
         }
-        let store = &self.space.store;
-        match &item.work {
-            Work::WriteValue { address, value } => self.values.write(*address, *value),
+        if let Work::Copy(work) = &item.work {
             // SAFETY: 1. Device memory is mapped and accessible, as was checked. The caller
             // promised that host memory stays valid until the work is done. 2. The caller promised
             // that there is no other access.
-            Work::Copy(work) => unsafe { work.execute(store) },
-            _ => {}
+            unsafe { work.execute(&self.space.store) }
         }
     }
 
@@ -134,17 +123,15 @@ impl MachineState {
         }
     }
 
-    /// Returns what must run next so that `stream` reaches `count` completed items.
-    fn find_obstacle(&self, stream: usize) -> Obstacle {
-        let mut stream = stream;
+    /// Returns the stream whose front item must run next so that `stream` goes on. `None` if its
+    /// queue is empty.
+    fn next_front(&self, mut stream: usize) -> Option<usize> {
         loop {
-            match self.streams[stream].queue.front().map(|item| &item.work) {
-                None => return Obstacle::Running,
-                Some(&Work::Wait { stream: other, count }) if !self.reached(other, count) => {
+            match self.streams[stream].queue.front()?.work {
+                Work::Wait { stream: other, count } if !self.reached(other, count) => {
                     stream = other;
                 }
-                Some(work) if self.can_run(work) => return Obstacle::Front(stream),
-                Some(_) => return Obstacle::Value,
+                _ => return Some(stream),
             }
         }
     }
@@ -154,23 +141,13 @@ impl MachineState {
         let mut stream = stream;
         while let Some(&Work::Wait { stream: other, count }) =
             self.streams[stream].queue.front().map(|item| &item.work)
-            && self.streams[other].kind == StreamKind::Branch
+            && self.streams[other].kind.is_branch()
             && !self.reached(other, count)
         {
             stream = other;
         }
         stream
     }
-}
-
-/// The reason why a point has not been reached.
-enum Obstacle {
-    /// The front item of this stream, which can run.
-    Front(usize),
-    /// A value that has not been written yet.
-    Value,
-    /// An item that is running on another thread.
-    Running,
 }
 
 impl MachineState {
@@ -181,34 +158,21 @@ impl MachineState {
         task: Task,
         context: Option<&LaunchContext<'_>>,
     ) -> QueueItem {
-        let Task { name, site, host, mut work } = task;
+        let Task { name, site, host, work } = task;
         let mut action = self.next_stream_action(stream, ActionKind::Read, name, site);
         action.launch = context.map(|context| context.launch);
-        let mut accessible = match context {
-            None => work
-                .uses()
-                .iter()
-                .fold(true, |accessible, u| accessible & self.check_use(stream, u, action)),
-            Some(context) => context.uses.iter().fold(true, |accessible, u| {
-                accessible & self.check_captured_use(stream, u, action, context.keepers)
-            }),
+        let (uses, keepers) = match context {
+            None => (work.uses(), &[][..]),
+            Some(context) => (context.uses, context.keepers),
         };
+        let mut accessible = true;
+        for u in uses {
+            accessible &= self.check_use(stream, u, action, keepers);
+        }
         for u in host {
             // For captured work: memory that was pinned at the capture may no longer be.
             accessible &= context.is_none() || self.check_still_pinned(&u, action);
             self.check_host_side(stream, u.address, u.bytes, u.kind, action);
-        }
-        match &mut work {
-            Work::WriteValue { address, value } => {
-                let clock = self.point(stream).clock;
-                self.values.queue_write(*address, *value, clock);
-            }
-            Work::WaitValue { address, value } if self.oracle => {
-                if let Some(clock) = self.values.satisfying_clock(*address, *value) {
-                    self.streams[stream].clock.join(clock);
-                }
-            }
-            _ => {}
         }
         QueueItem { work: if accessible { work } else { Work::Inaccessible }, action }
     }
@@ -275,7 +239,7 @@ impl Machine {
         }
     }
 
-    /// Wakes threads that wait for work to run, or for work that can run.
+    /// Wakes threads that wait for an item to run.
     fn notify_waiters(&self, state: &MachineState) {
         if state.waiting > 0 {
             self.changed.notify_all();
@@ -285,7 +249,9 @@ impl Machine {
     /// Waits until no closure runs.
     pub(crate) fn wait_until_idle<'a>(&'a self, mut state: StateGuard<'a>) -> StateGuard<'a> {
         while state.running {
-            state = self.wait(state);
+            state.waiting += 1;
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= 1;
         }
         state
     }
@@ -361,8 +327,7 @@ impl Machine {
         RunningItem { machine: self, stream, guard: Some(device_code::enter()) }
     }
 
-    /// Runs the items needed until `stream` has completed `count` items. Other items run only if a
-    /// value is waited for. Blocks while another thread must still write such a value.
+    /// Runs the items needed until `stream` has completed `count` items.
     pub(crate) fn run_until<'a>(
         &'a self,
         mut state: StateGuard<'a>,
@@ -371,18 +336,9 @@ impl Machine {
     ) -> StateGuard<'a> {
         while !state.reached(stream, count) {
             state = self.wait_until_idle(state);
-            match state.find_obstacle(stream) {
-                Obstacle::Front(next) => state = self.run_front(state, next),
-                Obstacle::Running if state.reached(stream, count) => {}
-                Obstacle::Running => state = self.wait(state),
-                Obstacle::Value => {
-                    let other = (0..state.streams.len()).find(|&other| state.front_can_run(other));
-                    state = match other {
-                        Some(other) => self.run_front(state, other),
-                        None => self.wait(state),
-                    };
-                }
-            }
+            // No item is running, so all of an empty queue has run.
+            let Some(next) = state.next_front(stream) else { break };
+            state = self.run_front(state, next);
         }
         state
     }

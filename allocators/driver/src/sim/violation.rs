@@ -3,7 +3,6 @@
 use super::{
     access_history::{Action, ActionKind},
     agents::{Agent, ClockComponents},
-    reporting,
 };
 use crate::{DeviceId, DeviceRange};
 use std::{collections::HashMap, fmt, panic::Location};
@@ -42,22 +41,18 @@ pub enum ViolationKind {
     },
     /// A mapping removed while the host does not know that work on it is done.
     UnmapInFlight,
-    /// A mapping created while the host does not know that work on the previous mapping is done.
-    MapInFlight,
     /// A mapping created or removed, or memory freed, while its addresses are registered outside.
     MovedWhileRegistered,
     /// Memory freed or unregistered without order after queued work on it.
     FreeInFlight,
     /// A copy whose host side does not lie in one registration.
     AcrossRegistrations,
-    /// A copy into host memory that was registered as read-only.
-    WriteToReadOnly,
 }
 
 impl ViolationKind {
     /// Returns whether the host has changed or freed memory under queued work.
     fn is_in_flight(self) -> bool {
-        matches!(self, Self::UnmapInFlight | Self::MapInFlight | Self::FreeInFlight)
+        matches!(self, Self::UnmapInFlight | Self::FreeInFlight)
     }
 }
 
@@ -80,11 +75,9 @@ impl fmt::Display for ViolationKind {
             Self::Unmapped => "use of unmapped addresses",
             Self::NoAccess { device } => return write!(f, "use without access by {device}"),
             Self::UnmapInFlight => "unmapped under queued work",
-            Self::MapInFlight => "mapped under queued work",
             Self::MovedWhileRegistered => "moved under a registration",
             Self::FreeInFlight => "freed under queued work",
             Self::AcrossRegistrations => "a copy across the border of a registration",
-            Self::WriteToReadOnly => "a write to memory registered to be read only",
         })
     }
 }
@@ -181,8 +174,7 @@ impl fmt::Display for Violation {
                 | ViolationKind::Unmapped
                 | ViolationKind::NoAccess { .. }
                 | ViolationKind::MovedWhileRegistered
-                | ViolationKind::AcrossRegistrations
-                | ViolationKind::WriteToReadOnly => "after",
+                | ViolationKind::AcrossRegistrations => "after",
                 _ => "not ordered after",
             };
             write!(f, ",\n  {relation} {earlier}")?;
@@ -234,8 +226,6 @@ pub(crate) struct ViolationLog {
     /// The number of violations, from the start of the list, that were taken or written to
     /// standard error.
     reported: usize,
-    /// Whether each is written to standard error when it is found.
-    pub(crate) report_at_once: bool,
 }
 
 type ReportKey = (std::mem::Discriminant<ViolationKind>, Option<SourceLine>, SourceLine);
@@ -303,9 +293,6 @@ impl ViolationLog {
             place,
             count: 1,
         });
-        if self.report_at_once {
-            reporting::write(&self.take_unreported(), None);
-        }
     }
 
     /// Returns all violations found so far and marks them as reported.

@@ -1,4 +1,4 @@
-//! Work that a test queues: kernels, declared accesses and values.
+//! Work that a test queues: kernels and declared accesses.
 #![expect(unsafe_code, reason = "creates handles")]
 
 use super::{
@@ -14,8 +14,6 @@ use super::{
 use crate::{Access, DeviceId, DeviceRange, HostAccess, RawStream, Result};
 
 const LAUNCH: &str = "cuLaunchKernel";
-const WRITE_VALUE: &str = "cuStreamWriteValue64";
-const WAIT_VALUE: &str = "cuStreamWaitValue64";
 
 /// Creates the use of a kernel. The stream's own device must have access.
 fn kernel_use(device: DeviceId, declared: &DeclaredAccess) -> DeviceUse {
@@ -76,30 +74,6 @@ impl Sim {
     fn host_access(&self, address: u64, bytes: u64, access: HostAccess) {
         let site = caller_site();
         self.machine.lock().check_host_access(address, bytes, access, Some(site), site);
-        self.machine.checkpoint();
-    }
-
-    /// Queues a write of a value that other streams may wait for (`cuStreamWriteValue64`).
-    ///
-    /// # Errors
-    /// As [`Sim::launch`].
-    #[track_caller]
-    pub fn write_value(&self, stream: RawStream, address: u64, value: u64) -> Result<()> {
-        let work = Work::WriteValue { address, value };
-        self.queue(WRITE_VALUE, stream, Task::new("write of a value", caller_site(), work))
-    }
-
-    /// Makes a stream wait until the value at an address is `value` or more
-    /// (`cuStreamWaitValue64`). This orders the stream after the write that satisfies the wait, if
-    /// that write was queued before. A wait for a value whose write has not been queued yet gives
-    /// no order to the oracle.
-    ///
-    /// # Errors
-    /// As [`Sim::launch`].
-    #[track_caller]
-    pub fn wait_value(&self, stream: RawStream, address: u64, value: u64) -> Result<()> {
-        let work = Work::WaitValue { address, value };
-        self.queue(WAIT_VALUE, stream, Task::new("wait for a value", caller_site(), work))
     }
 
     /// Creates a stream that is ordered with the device's legacy default stream in both directions
@@ -127,7 +101,6 @@ impl Sim {
         let mut state = self.machine.enter_named(call, stream.device())?;
         let index = state.stream(stream);
         let queued = index.and_then(|index| self.machine.submit(state, index, task).map(drop));
-        self.machine.checkpoint();
         queued.map_err(|code| codes::error(call, code))
     }
 }

@@ -6,7 +6,7 @@
 
 use super::support::{DEVICE, OwnStream, Pages, driver};
 use aquifer_driver::{
-    CaptureMode, DeviceId, Driver, HostFlags, Pattern, RawStream, Relaxed, Result,
+    CaptureMode, DeviceId, Driver, ExportTypes, Pattern, RawStream, Relaxed, Result,
     sim::{OnViolation, Sim},
 };
 use std::sync::Arc;
@@ -49,9 +49,9 @@ fn unmapped_graphs(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     }
     let stream = OwnStream::new(driver);
     let block = driver.mem_alloc(DEVICE, 4096).unwrap();
-    let pinned = driver.host_alloc(DEVICE, 4096, HostFlags::default()).unwrap();
+    let pinned = driver.host_alloc(DEVICE, 4096).unwrap();
     let range = driver.address_reserve(DEVICE, granule, 0).unwrap();
-    let handle = driver.handle_create(DEVICE, granule).unwrap();
+    let handle = driver.handle_create(DEVICE, granule, ExportTypes::NONE).unwrap();
     // SAFETY: throughout: 1. nothing is launched, so nothing is accessed. 2. each object is
     // destroyed once.
     unsafe {
@@ -237,7 +237,7 @@ fn devices_and_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
 
 fn pools(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let stream = OwnStream::new(driver);
-    let pool = driver.pool_create(DEVICE, 64 << 20).unwrap();
+    let pool = driver.pool_create(DEVICE).unwrap();
     let nothing = driver.pool_alloc(pool, stream.raw, 0);
     answers.note("pool: allocate nothing", nothing);
     if let Ok(nothing) = nothing {
@@ -273,15 +273,18 @@ fn virtual_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     answers
         .note("reserve by an odd alignment", driver.address_reserve(DEVICE, granule, 3 * granule));
     answers.note("reserve more than there is", driver.address_reserve(DEVICE, 1 << 48, 0));
-    answers.note("create nothing", driver.handle_create(DEVICE, 0));
-    answers.note("create half a granule", driver.handle_create(DEVICE, granule / 2));
-    answers.note("create too much", driver.handle_create(DEVICE, ABSURD));
+    answers.note("create nothing", driver.handle_create(DEVICE, 0, ExportTypes::NONE));
+    answers.note(
+        "create half a granule",
+        driver.handle_create(DEVICE, granule / 2, ExportTypes::NONE),
+    );
+    answers.note("create too much", driver.handle_create(DEVICE, ABSURD, ExportTypes::NONE));
 
     let bytes = 8 * granule;
     let range = driver.address_reserve(DEVICE, bytes, 0).unwrap();
     let (one, two) = (
-        driver.handle_create(DEVICE, granule).unwrap(),
-        driver.handle_create(DEVICE, 2 * granule).unwrap(),
+        driver.handle_create(DEVICE, granule, ExportTypes::NONE).unwrap(),
+        driver.handle_create(DEVICE, 2 * granule, ExportTypes::NONE).unwrap(),
     );
     // SAFETY: throughout: 1. nothing is queued on any stream. Other conditions of a call are
     // deliberately broken.
@@ -332,20 +335,17 @@ fn pinned(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     const BYTES: usize = 64 << 10;
     let stream = OwnStream::new(driver);
     let block = driver.mem_alloc(DEVICE, BYTES as u64).unwrap();
-    let flags = HostFlags::default();
     let pages = Pages::new(BYTES);
-    answers.note("pin nothing", driver.host_alloc(DEVICE, 0, flags));
+    answers.note("pin nothing", driver.host_alloc(DEVICE, 0));
     // SAFETY: throughout: 1. the pages and the block live until the stream has been synchronised.
     // 2. nothing else accesses them. Other conditions of a call are deliberately broken.
     unsafe {
-        answers.note("register nothing", driver.host_register(DEVICE, pages.at, 0, flags));
+        answers.note("register nothing", driver.host_register(DEVICE, pages.at, 0));
         answers.note("unregister what is not", driver.host_unregister(DEVICE, pages.at));
-        answers.note("register", driver.host_register(DEVICE, pages.at, BYTES / 2, flags));
-        answers.note("register again", driver.host_register(DEVICE, pages.at, BYTES / 2, flags));
-        answers
-            .note("register what overlaps", driver.host_register(DEVICE, pages.at, BYTES, flags));
-        answers
-            .note("register beside", driver.host_register(DEVICE, pages.half(), BYTES / 2, flags));
+        answers.note("register", driver.host_register(DEVICE, pages.at, BYTES / 2));
+        answers.note("register again", driver.host_register(DEVICE, pages.at, BYTES / 2));
+        answers.note("register what overlaps", driver.host_register(DEVICE, pages.at, BYTES));
+        answers.note("register beside", driver.host_register(DEVICE, pages.half(), BYTES / 2));
         answers.note(
             "copy up across registrations",
             driver.copy_to_device(stream.raw, block, pages.at, BYTES),
@@ -368,12 +368,12 @@ fn pinned(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         answers.note("unregister again", driver.host_unregister(DEVICE, pages.at));
         driver.mem_free(DEVICE, block).unwrap();
     }
-    let own = driver.host_alloc(DEVICE, BYTES, flags).unwrap();
+    let own = driver.host_alloc(DEVICE, BYTES).unwrap();
     // SAFETY: 1. it came from the driver, except for the second, deliberately broken call. 2.
     // nothing is queued.
     unsafe {
         answers.note("unregister the driver's own", driver.host_unregister(DEVICE, own));
-        answers.note("register the driver's own", driver.host_register(DEVICE, own, BYTES, flags));
+        answers.note("register the driver's own", driver.host_register(DEVICE, own, BYTES));
         answers.note("free pinned", driver.host_free(DEVICE, own));
         answers.note("free pinned again", driver.host_free(DEVICE, own));
     }

@@ -5,7 +5,8 @@
 
 use super::support::{DEVICE, OwnStream, driver, read_back};
 use aquifer_driver::{
-    CaptureMode, CaptureStatus, Driver, Pattern, RawGraph, RawGraphExec, RawStream, Relaxed, Result,
+    CaptureMode, CaptureStatus, Driver, ExportTypes, Pattern, RawGraph, RawGraphExec, RawStream,
+    Relaxed, Result,
 };
 use std::{
     sync::{Arc, mpsc},
@@ -190,7 +191,7 @@ fn mapping_leaves_a_capture_alone_and_its_graph_runs_over_what_is_mapped_later()
     let s = OwnStream::new(&driver);
     let range = driver.address_reserve(DEVICE, granule, 0).unwrap();
     let map = || {
-        let handle = driver.handle_create(DEVICE, granule).unwrap();
+        let handle = driver.handle_create(DEVICE, granule, ExportTypes::NONE).unwrap();
         // SAFETY: 1. nothing is mapped there.
         unsafe { driver.map(range, granule, handle) }.unwrap();
         driver.set_access(range, granule, &[DEVICE]).unwrap();

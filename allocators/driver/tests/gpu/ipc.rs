@@ -20,7 +20,7 @@ fn an_exported_descriptor_leads_to_the_same_bytes_and_keeps_them() {
     let Some(granule) = granularity(&driver) else { return };
     let stream = OwnStream::new(&driver);
     let range = driver.address_reserve(DEVICE, 2 * granule, 0).unwrap();
-    let handle = driver.handle_create_exportable(DEVICE, granule, ExportTypes::POSIX_FD).unwrap();
+    let handle = driver.handle_create(DEVICE, granule, ExportTypes::POSIX_FD).unwrap();
     // SAFETY: 1. nothing is mapped in a range that has just been reserved.
     unsafe { driver.map(range, granule, handle) }.unwrap();
     driver.set_access(range, granule, &[DEVICE]).unwrap();
@@ -52,7 +52,7 @@ fn an_exported_descriptor_leads_to_the_same_bytes_and_keeps_them() {
 fn memory_that_was_not_made_for_it_is_not_exported() {
     let Some(driver) = driver() else { return };
     let Some(granule) = granularity(&driver) else { return };
-    let handle = driver.handle_create(DEVICE, granule).unwrap();
+    let handle = driver.handle_create(DEVICE, granule, ExportTypes::NONE).unwrap();
     let refused = driver.handle_export(handle).unwrap_err();
     let file = std::fs::File::open("/dev/zero").unwrap();
     // SAFETY: 1. the memory is not used.

@@ -7,7 +7,7 @@ use super::{
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{
     Access, DeviceRange, Driver, KeepAlive, Operand, OperandMut, RawStream, Typed,
-    cuda::{Lend, LentHost, raw_stream},
+    cuda::{Lend, raw_stream},
 };
 use cudarc::{
     driver::{
@@ -15,10 +15,7 @@ use cudarc::{
     },
     nvrtc::Ptx,
 };
-use std::{
-    cell::Cell,
-    sync::{Arc, Mutex},
-};
+use std::sync::{Arc, Mutex};
 
 /// A minimal operand: it has one user at a time, and the next user waits for the last one.
 struct Floats {
@@ -163,35 +160,4 @@ fn a_copy_that_cannot_be_ordered_is_not_made() {
     assert_eq!(*x.last.lock().unwrap(), unsafe { raw_stream(&cu) });
     x.strict = false;
     assert_eq!(x.read(&s), vec![0.0; 64]);
-}
-
-#[test]
-fn lent_pinned_memory_is_noted_before_the_copy_and_refused_without() {
-    let Some((driver, cu, s)) = on_gpu() else { return };
-    let mut x = Floats::new(&driver, s.raw, 64, false);
-    let mut host = vec![3.0f32; 64];
-    let noted = Cell::new(0);
-    {
-        let note = |stream: RawStream, alive: Option<KeepAlive>, access: Access| {
-            assert_eq!((stream.device(), access), (DEVICE, Access::Read));
-            assert!(alive.is_some());
-            noted.set(noted.get() + 1);
-            Ok(())
-        };
-        // SAFETY: 1. the stream is synchronised before the slice is touched or freed.
-        let lent = unsafe { LentHost::new(&mut host, &cu, note) };
-        cu.memcpy_htod(&lent, &mut x.on_mut(&cu).unwrap()).unwrap();
-        cu.synchronize().unwrap();
-    }
-    assert_eq!(noted.get(), 1);
-    assert_eq!(x.read(&s), vec![3.0; 64]);
-
-    host.fill(4.0);
-    {
-        // SAFETY: 1. nothing is ever queued.
-        let lent = unsafe { LentHost::new(&mut host, &cu, |_, _, _| Err(MemoryError::Closed)) };
-        cu.memcpy_htod(&lent, &mut x.on_mut(&cu).unwrap()).unwrap();
-        assert!(cu.context().check_err().is_err());
-    }
-    assert_eq!(x.read(&s), vec![3.0; 64]);
 }

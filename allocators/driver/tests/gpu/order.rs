@@ -32,10 +32,8 @@ fn a_device_tells_what_it_is_without_taking_a_context() {
 #[test]
 fn streams_have_ids_that_never_come_back() {
     let Some(driver) = driver() else { return };
-    let priorities = driver.stream_priorities(DEVICE).unwrap();
-    assert!(priorities.start() <= priorities.end());
     let mut ids = Vec::new();
-    for priority in [*priorities.start(), *priorities.end(), i32::MIN, i32::MAX] {
+    for priority in [0, -1, i32::MIN, i32::MAX] {
         let stream = driver.stream_create(DEVICE, priority).unwrap();
         ids.push(driver.stream_id(stream).unwrap());
         driver.stream_synchronize(stream).unwrap();

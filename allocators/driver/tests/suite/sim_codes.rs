@@ -5,7 +5,7 @@
 
 use crate::sim_fixtures::{GPU, GRANULE, everywhere};
 use aquifer_driver::{
-    DeviceId, DeviceRange, HostFlags, PoolUsage, RawEvent, RawStream, sim::ViolationKind,
+    DeviceId, DeviceRange, ExportTypes, PoolUsage, RawEvent, RawStream, sim::ViolationKind,
 };
 use std::ptr::NonNull;
 
@@ -27,11 +27,11 @@ fn wrong_arguments_are_refused_with_the_drivers_codes_and_change_nothing() {
         );
         assert_eq!(code(d.device_info(nowhere)), 101);
         assert_eq!(code(d.mem_alloc(GPU, 0)), 1);
-        assert_eq!(code(d.host_alloc(GPU, 0, HostFlags::default())), 2);
+        assert_eq!(code(d.host_alloc(GPU, 0)), 2);
         assert_eq!(code(d.address_reserve(GPU, GRANULE + 1, 0)), 1);
         assert_eq!(code(d.address_reserve(GPU, 0, 0)), 1);
         assert_eq!(code(d.address_reserve(GPU, GRANULE, 3)), 1);
-        assert_eq!(code(d.handle_create(GPU, GRANULE / 2)), 1);
+        assert_eq!(code(d.handle_create(GPU, GRANULE / 2, ExportTypes::NONE)), 1);
         // SAFETY: none of these calls is valid; the simulator must refuse without crashing.
         unsafe {
             assert_eq!(code(d.mem_free(GPU, 0x1000)), 1);
@@ -43,8 +43,8 @@ fn wrong_arguments_are_refused_with_the_drivers_codes_and_change_nothing() {
             let own = NonNull::from(&mut own).cast();
             assert_eq!(code(d.host_unregister(GPU, own)), 713);
             assert_eq!(code(d.host_free(GPU, own)), 1);
-            d.host_register(GPU, own, 16, HostFlags::default()).unwrap();
-            assert_eq!(code(d.host_register(GPU, own.add(8), 16, HostFlags::default())), 712);
+            d.host_register(GPU, own, 16).unwrap();
+            assert_eq!(code(d.host_register(GPU, own.add(8), 16)), 712);
             d.host_unregister(GPU, own).unwrap();
             // SAFETY: as above.
             d.stream_destroy(a).unwrap();
@@ -177,7 +177,7 @@ fn an_unmap_across_a_hole_finds_the_work_behind_it() {
 fn a_pool_gives_no_bytes_at_address_0_and_frees_of_that_do_nothing() {
     everywhere(|m| {
         let (d, a) = (&m.driver, m.stream());
-        let pool = d.pool_create(GPU, GRANULE).unwrap();
+        let pool = d.pool_create(GPU).unwrap();
         assert_eq!(d.pool_alloc(pool, a, 0), Ok(0));
         assert_eq!(d.pool_usage(pool), Ok(PoolUsage::default()));
         // SAFETY: 1. It came from the pool, twice. 2. It has no bytes.
@@ -195,22 +195,20 @@ fn a_pool_gives_no_bytes_at_address_0_and_frees_of_that_do_nothing() {
 #[test]
 fn pinned_memory_ends_as_it_began_and_where_it_began() {
     everywhere(|m| {
-        let (d, flags) = (&m.driver, HostFlags::default());
+        let d = &m.driver;
         let mut own = [0_u8; 64];
         let own = NonNull::from(&mut own).cast::<u8>();
         let pinned = m.pinned(4096);
         // SAFETY: none of it is accessed; invalid calls are refused.
         unsafe {
-            assert_eq!(code(d.host_device_address(GPU, own)), 1, "not pinned");
-            d.host_register(GPU, own, 32, flags).unwrap();
-            assert_eq!(d.host_device_address(GPU, own.add(8)), Ok(own.add(8).as_ptr() as u64));
+            d.host_register(GPU, own, 32).unwrap();
             assert_eq!(code(d.host_unregister(GPU, own.add(8))), 1, "inside a registration");
             assert_eq!(code(d.host_unregister(GPU, own.add(32))), 713, "behind it");
             d.host_unregister(GPU, own).unwrap();
             assert_eq!(code(d.host_unregister(GPU, pinned)), 1, "the driver's own");
             assert_eq!(code(d.host_unregister(GPU, pinned.add(64))), 1);
-            assert_eq!(code(d.host_register(GPU, pinned, 4096, flags)), 1);
-            assert_eq!(code(d.host_register(GPU, pinned.add(64), 8, flags)), 1);
+            assert_eq!(code(d.host_register(GPU, pinned, 4096)), 1);
+            assert_eq!(code(d.host_register(GPU, pinned.add(64), 8)), 1);
             d.host_free(GPU, pinned).unwrap();
             assert_eq!(code(d.host_unregister(GPU, pinned)), 713);
         }

@@ -6,10 +6,17 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer_driver::{
-    DeviceId, DeviceRange, Driver, ExportTypes, FabricHandle, PhysicalHandle,
+    DeviceId, DeviceRange, Driver, ExportTypes, PhysicalHandle,
     sim::{Sim, SimConfig, ViolationKind},
 };
-use std::{env, fs::File, os::fd::AsFd, process::Command, ptr::NonNull, sync::Arc};
+use std::{
+    env,
+    fs::{self, File},
+    os::fd::{AsFd, AsRawFd},
+    process::{self, Command},
+    ptr::NonNull,
+    sync::Arc,
+};
 
 const DEVICE: DeviceId = DeviceId(0);
 const GRANULE: u64 = 2 << 20;
@@ -27,7 +34,7 @@ fn map(driver: &Arc<dyn Driver>, handle: PhysicalHandle) -> u64 {
 fn exported_memory_is_the_same_bytes_where_it_is_imported_and_stays_until_both_handles_go() {
     let sim = Sim::h200(1);
     let driver = sim.driver();
-    let handle = driver.handle_create_exportable(DEVICE, GRANULE, ExportTypes::POSIX_FD).unwrap();
+    let handle = driver.handle_create(DEVICE, GRANULE, ExportTypes::POSIX_FD).unwrap();
     let fd = driver.handle_export(handle).unwrap();
     // A duplicate, as another process would have it.
     let sent = fd.try_clone().unwrap();
@@ -63,27 +70,24 @@ fn exported_memory_is_the_same_bytes_where_it_is_imported_and_stays_until_both_h
 fn memory_is_exported_only_as_it_was_made_to_be() {
     let sim = Sim::h200(1);
     let driver = sim.driver();
-    let plain = driver.handle_create(DEVICE, GRANULE).unwrap();
+    let plain = driver.handle_create(DEVICE, GRANULE, ExportTypes::NONE).unwrap();
     assert_eq!(driver.handle_export(plain).unwrap_err().code, 1);
     assert_eq!(
-        driver.handle_create_exportable(DEVICE, GRANULE, ExportTypes::FABRIC).unwrap_err().code,
+        driver.handle_create(DEVICE, GRANULE, ExportTypes::FABRIC).unwrap_err().code,
         801,
         "this machine has no fabric"
     );
     let mut config = SimConfig::h200(1);
     config.devices[0].info.export_types.fabric = true;
     let driver = Sim::new(config).driver();
-    let handle = driver.handle_create_exportable(DEVICE, GRANULE, ExportTypes::FABRIC).unwrap();
+    let handle = driver.handle_create(DEVICE, GRANULE, ExportTypes::FABRIC).unwrap();
     assert_eq!(driver.handle_export(handle).unwrap_err().code, 1, "made for the fabric alone");
-    let name = driver.handle_export_fabric(handle).unwrap();
-    // SAFETY: 1. the memory is not used.
-    assert!(unsafe { driver.handle_import_fabric(DEVICE, &name) }.is_ok());
 }
 
 #[test]
 fn files_and_names_of_others_are_refused() {
     let driver = Sim::h200(1).driver();
-    let handle = driver.handle_create_exportable(DEVICE, GRANULE, ExportTypes::POSIX_FD).unwrap();
+    let handle = driver.handle_create(DEVICE, GRANULE, ExportTypes::POSIX_FD).unwrap();
     let elsewhere = driver.handle_export(handle).unwrap();
     let other = Sim::h200(1).driver();
     let file = File::open("/dev/zero").unwrap();
@@ -97,7 +101,7 @@ fn files_and_names_of_others_are_refused() {
 fn a_mapping_that_goes_or_comes_under_a_registration_is_reported_with_both_lines() {
     let sim = Sim::h200(1).symbolic();
     let driver = sim.driver();
-    let handle = driver.handle_create(DEVICE, GRANULE).unwrap();
+    let handle = driver.handle_create(DEVICE, GRANULE, ExportTypes::NONE).unwrap();
     let address = map(&driver, handle);
     let range = DeviceRange { device: DEVICE, address: address + 4096, bytes: 4096 };
     let observer = driver.observer().unwrap();
@@ -141,7 +145,7 @@ fn an_allocation_freed_under_a_registration_is_reported() {
 fn a_range_with_read_access_can_be_read_and_a_write_is_a_violation() {
     let sim = Sim::h200(1);
     let driver = sim.driver();
-    let handle = driver.handle_create(DEVICE, GRANULE).unwrap();
+    let handle = driver.handle_create(DEVICE, GRANULE, ExportTypes::NONE).unwrap();
     let (here, only_read) = (map(&driver, handle), map(&driver, handle));
     driver.set_read_access(only_read, GRANULE, &[DEVICE]).unwrap();
     let stream = driver.stream_create(DEVICE, 0).unwrap();
@@ -161,26 +165,24 @@ fn a_range_with_read_access_can_be_read_and_a_write_is_a_violation() {
     assert_eq!(kinds, [ViolationKind::NoAccess { device: DEVICE }]);
 }
 
-/// Holds the name of memory for the process below, in hexadecimal digits.
-const NAME: &str = "AQUIFER_TEST_MEMORY";
+/// Holds the path of exported memory for the process below.
+const PATH: &str = "AQUIFER_TEST_MEMORY";
 
 #[test]
 fn another_process_maps_exported_memory_and_keeps_it_beyond_the_end_of_its_creator() {
-    let mut config = SimConfig::h200(1);
-    config.devices[0].info.export_types.fabric = true;
-    let sim = Sim::new(config);
+    let sim = Sim::h200(1);
     let driver = sim.driver();
-    let handle = driver.handle_create_exportable(DEVICE, GRANULE, ExportTypes::FABRIC).unwrap();
+    let handle = driver.handle_create(DEVICE, GRANULE, ExportTypes::POSIX_FD).unwrap();
     let address = map(&driver, handle);
     let stream = driver.stream_create(DEVICE, 0).unwrap();
     // SAFETY: 1. mapped above. 2. one stream only.
     unsafe { driver.fill(stream, address, 0x5a, GRANULE) }.unwrap();
     driver.stream_synchronize(stream).unwrap();
-    let name = driver.handle_export_fabric(handle).unwrap();
-    let digits: Vec<String> = name.0.iter().map(|byte| format!("{byte:02x}")).collect();
+    let file = driver.handle_export(handle).unwrap();
+    let path = format!("/proc/{}/fd/{}", process::id(), file.as_raw_fd());
     let ended = Command::new(env::current_exe().unwrap())
         .args(["--exact", "sim_export::the_process_that_imports", "--include-ignored"])
-        .env(NAME, digits.concat())
+        .env(PATH, path)
         .output()
         .unwrap();
     assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stdout));
@@ -192,16 +194,14 @@ fn another_process_maps_exported_memory_and_keeps_it_beyond_the_end_of_its_creat
 #[test]
 #[ignore = "is a process that another test starts"]
 fn the_process_that_imports() {
-    let Ok(digits) = env::var(NAME) else { return };
-    let mut name = FabricHandle([0; 64]);
-    for (byte, digits) in name.0.iter_mut().zip(digits.as_bytes().chunks_exact(2)) {
-        *byte = u8::from_str_radix(str::from_utf8(digits).unwrap(), 16).unwrap();
-    }
+    let Ok(path) = env::var(PATH) else { return };
+    let name = fs::read_to_string(&path).unwrap();
+    let file = File::open(path).unwrap();
     let sim = Sim::h200(1);
     let driver = sim.driver();
     let free = driver.memory_info(DEVICE).unwrap().free;
     // SAFETY: 1. the other process waits for this one.
-    let handle = unsafe { driver.handle_import_fabric(DEVICE, &name) }.unwrap();
+    let handle = unsafe { driver.handle_import(DEVICE, file.as_fd()) }.unwrap();
     let address = map(&driver, handle);
     let range = DeviceRange { device: DEVICE, address, bytes: GRANULE };
     assert_eq!(sim.read_back(range).unwrap(), vec![0x5a; GRANULE as usize]);
@@ -216,12 +216,18 @@ fn the_process_that_imports() {
         driver.handle_release(handle).unwrap();
     }
     // Names that say anything else are refused: more bytes, another place, a process that there
-    // cannot be. A number next to that of the other process may be one of its threads.
-    for (at, bits) in [(44, 1), (48, 1), (32, 0xff), (39, 1), (39, 0x7f), (0, 0xff)] {
-        let mut wrong = name;
-        wrong.0[at] ^= bits;
+    // cannot be, another kind of file.
+    for (at, word) in
+        [(3, "4611686018427387904"), (6, "4096"), (4, "4294967295"), (5, "0"), (0, "x")]
+    {
+        let mut words: Vec<_> = name.split(' ').collect();
+        words[at] = word;
+        let named = env::temp_dir().join(format!("aquifer-name-{}", process::id()));
+        fs::write(&named, words.join(" ")).unwrap();
+        let file = File::open(&named).unwrap();
+        fs::remove_file(named).unwrap();
         // SAFETY: 1. nothing uses it.
-        assert!(unsafe { driver.handle_import_fabric(DEVICE, &wrong) }.is_err(), "byte {at}");
+        assert!(unsafe { driver.handle_import(DEVICE, file.as_fd()) }.is_err(), "{words:?}");
     }
     assert!(sim.violations().is_empty());
 }

@@ -393,21 +393,6 @@ fn a_captured_copy_reads_the_host_when_it_is_launched_pinned_or_not() {
 }
 
 #[test]
-fn a_value_that_a_graph_writes_ends_a_wait_at_each_launch() {
-    everywhere(|m| {
-        let (a, b, x) = (m.stream(), m.stream(), m.alloc(4));
-        let exec = m.exec(a, || {
-            m.write(a, x);
-            m.sim.write_value(a, 0x40, 1).unwrap();
-        });
-        m.launch(exec, a);
-        m.sim.wait_value(b, 0x40, 1).unwrap();
-        m.write(b, x);
-        m.silent();
-    });
-}
-
-#[test]
 fn a_call_that_fails_changes_nothing() {
     let m = bytes();
     let (a, x) = (m.stream(), m.alloc(4));

@@ -2,7 +2,7 @@
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
-use crate::sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
+use crate::sim_fixtures::{GPU, GRANULE, Machine, everywhere};
 use aquifer_driver::{
     DeviceRange, Pattern, RawStream,
     sim::{Mode, Schedule, Sim, SimConfig, SimKernel},
@@ -13,7 +13,6 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
 };
 
 fn bytes() -> Machine {
@@ -285,44 +284,6 @@ fn a_missing_wait_corrupts_bytes_under_some_seed_and_is_found_under_all() {
         assert_eq!(m.sim.violations().len(), 1);
     }
     assert!((1..20).contains(&corrupted), "{corrupted} of 20");
-}
-
-#[test]
-fn a_wait_for_a_value_holds_its_stream_until_the_value_is_there() {
-    everywhere(|m| {
-        let (a, b, flag) = (m.stream(), m.stream(), m.alloc(8));
-        m.sim.wait_value(b, flag.address, 2).unwrap();
-        m.read(b, m.alloc(1));
-        m.sim.run_all();
-        assert_eq!(m.sim.pending(b), 2);
-        m.sim.write_value(a, flag.address, 1).unwrap();
-        m.sim.run_all();
-        assert_eq!(m.sim.pending(b), 2);
-        m.sim.write_value(a, flag.address, 2).unwrap();
-        m.sim.run_all();
-        assert_eq!(m.sim.pending(b), 0);
-    });
-}
-
-#[test]
-fn a_thread_that_waits_is_woken_by_the_work_of_another() {
-    for m in [bytes(), stepped()] {
-        let (a, b, flag) = (m.stream(), m.stream(), m.alloc(8));
-        m.sim.wait_value(b, flag.address, 1).unwrap();
-        std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| m.driver.stream_synchronize(b));
-            std::thread::sleep(Duration::from_millis(5));
-            assert!(!waiter.is_finished());
-            // On a machine that runs nothing by itself, the waiting thread runs this.
-            m.sim.write_value(a, flag.address, 1).unwrap();
-            let deadline = Instant::now() + PATIENCE;
-            while !waiter.is_finished() && Instant::now() < deadline {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            assert!(waiter.is_finished(), "{:?}", m.sim);
-            waiter.join().unwrap().unwrap();
-        });
-    }
 }
 
 #[test]

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::kernel::{Span, is_forked_child, pointer};
 use aquifer_core::{Charge, DriverError};
-use aquifer_driver::{Driver, HostFlags, Relaxed};
+use aquifer_driver::{Driver, Relaxed};
 use std::{
     mem,
     sync::{
@@ -124,9 +124,7 @@ impl Backing {
         let _relaxed = Relaxed::enter(&*reach.driver);
         // SAFETY: 1. the part is populated and stays mapped until `unregister` has ended the
         // registration.
-        reach.call(|driver, device| unsafe {
-            driver.host_register(device, address, part.len, HostFlags::default())
-        })?;
+        reach.call(|driver, device| unsafe { driver.host_register(device, address, part.len) })?;
         self.registrations.push(part);
         Ok(())
     }

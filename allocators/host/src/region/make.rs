@@ -24,7 +24,7 @@ use crate::{
     workers::WorkerError,
 };
 use aquifer_core::{Budget, Charge, SystemError};
-use aquifer_driver::{HostFlags, Relaxed};
+use aquifer_driver::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A region that is being created.
@@ -322,8 +322,7 @@ impl<'a> RegionBuilder<'a> {
                 return Err((Step::DriverAlloc, Cause::Workers(WorkerError::Lost), None));
             };
             let _relaxed = Relaxed::enter(&*worker_reach.driver);
-            let address = match worker_reach
-                .call(|driver, device| driver.host_alloc(device, bytes, HostFlags::default()))
+            let address = match worker_reach.call(|driver, device| driver.host_alloc(device, bytes))
             {
                 Ok(address) => address.as_ptr().expose_provenance(),
                 Err(e) => return Err((Step::DriverAlloc, Cause::Driver(e), Some(charge))),

@@ -20,7 +20,7 @@ impl Stream {
         S: Typed<Item = T>,
         D: Typed<Item = T> + OperandMut,
     {
-        let site = site::enter();
+        let _site = site::enter();
         let (source, target) = (from.range(), to.range());
         self.check_operand(&from)?;
         self.check_operand(to)?;
@@ -31,15 +31,13 @@ impl Stream {
         if source.bytes == 0 {
             return Ok(());
         }
-        let calling = self.timeline().calling()?;
+        let _calling = self.timeline().calling()?;
         // SAFETY: 1. and 2. the operands keep their ranges, and were ordered for this access on
         // this stream.
         let copied = unsafe {
             self.driver().copy_on_device(self.raw(), target.address, source.address, source.bytes)
         };
         copied.map_err(|e| MemoryError::driver(self.device(), e))?;
-        drop(calling);
-        site.checkpoint(&**self.driver());
         Ok(())
     }
 
@@ -62,7 +60,7 @@ impl Stream {
         S: Typed<Item = T>,
         D: Typed<Item = T> + OperandMut,
     {
-        let site = site::enter();
+        let _site = site::enter();
         let (source, target) = (from.range(), to.range());
         self.check_operand(&from)?;
         peer.check_operand(to)?;
@@ -96,7 +94,6 @@ impl Stream {
             self.timeline().settle_or_abort()?;
         }
         waits?;
-        site.checkpoint(&**self.driver());
         Ok(())
     }
 }

@@ -28,9 +28,8 @@ impl Stream {
         T: Pod,
         D: Typed<Item = T> + OperandMut + ?Sized,
     {
-        let site = site::enter();
+        let _site = site::enter();
         self.fill_operand(to, bytemuck::bytes_of(&value))?;
-        site.checkpoint(&**self.driver());
         Ok(())
     }
 
@@ -44,9 +43,8 @@ impl Stream {
         D: Typed + OperandMut + ?Sized,
         D::Item: Pod,
     {
-        let site = site::enter();
+        let _site = site::enter();
         self.fill_operand(to, &[byte])?;
-        site.checkpoint(&**self.driver());
         Ok(())
     }
 

@@ -311,11 +311,10 @@ impl Stream {
         H: HostOwned,
         D: Typed<Item = H::Item> + OperandMut,
     {
-        let site = site::enter();
+        let _site = site::enter();
         let device_side = (to.range(), to.machine());
         let order = || to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write);
         let flight = self.start_copy(from, Direction::Upload, device_side, order)?;
-        site.checkpoint(&**self.driver());
         Ok(flight)
     }
 
@@ -331,11 +330,10 @@ impl Stream {
         H: HostOwned,
         D: Typed<Item = H::Item>,
     {
-        let site = site::enter();
+        let _site = site::enter();
         let order = || from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read);
         let flight =
             self.start_copy(to, Direction::Download, (from.range(), from.machine()), order)?;
-        site.checkpoint(&**self.driver());
         Ok(flight)
     }
 

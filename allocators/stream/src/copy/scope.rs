@@ -75,9 +75,8 @@ impl Stream {
             env: PhantomData,
         });
         let on_return = ManuallyDrop::new(on_unwind);
-        let site = site::enter();
+        let _site = site::enter();
         on_return.wait()?;
-        site.checkpoint(&**self.driver());
         Ok(result)
     }
 }

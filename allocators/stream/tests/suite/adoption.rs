@@ -305,7 +305,7 @@ fn a_fenced_stream_has_an_event_recorded_at_the_end_of_each_use() {
     assert_eq!(recorded(), before + 2, "what was called off has no work");
     uses.lend(1, home, on, Access::Read).unwrap();
     let before = recorded();
-    let noted = uses.take(home);
+    let noted = uses.take();
     assert_eq!(recorded(), before + 1, "the borrow ends with the block");
 
     // Its owner destroys it, and its work is still known to be done.
@@ -339,7 +339,7 @@ fn the_keep_alive_of_a_stream_lives_until_its_last_use_is_dropped() {
     uses.record(home.timeline(), &timeline, Access::Read).unwrap();
     drop(timeline);
     assert!(watch.upgrade().is_some(), "an event may have to be recorded on it yet");
-    let noted = uses.take(home.timeline());
+    let noted = uses.take();
     drop(uses);
     assert!(watch.upgrade().is_some());
     drop(noted);

@@ -270,7 +270,7 @@ fn a_use_that_ends_in_a_capture_is_pending_until_a_later_fence() {
     rig.sim.driver().capture_begin(u.raw(), CaptureMode::Relaxed).unwrap();
     let mut uses = UseList::new();
     uses.record(home.timeline(), u.timeline(), Access::Read).unwrap();
-    let noted = uses.take(home.timeline());
+    let noted = uses.take();
     let (on, epoch) = noted.iter().map(|n| (n.on().clone(), n.epoch().unwrap())).next().unwrap();
     on.fence(epoch).unwrap();
     on.poll().unwrap();

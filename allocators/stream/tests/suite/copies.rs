@@ -79,7 +79,7 @@ fn a_borrow_beside_others_waits_for_them_and_ends_none() {
     let before = u.timeline().open();
     u.timeline().fence(before).unwrap();
     rig.launch(&u);
-    let left = uses.take(home.timeline());
+    let left = uses.take();
     assert_eq!(left.iter().count(), 2);
     let of_u = left.iter().find(|noted| noted.on().raw() == u.raw()).unwrap();
     assert!(of_u.epoch().unwrap() > before, "stamped when all borrows were over");
@@ -88,7 +88,7 @@ fn a_borrow_beside_others_waits_for_them_and_ends_none() {
     uses.lend(1, home.timeline(), v.timeline(), Access::Write).unwrap();
     let after = u.timeline().open();
     rig.launch(&u);
-    let left = uses.take(home.timeline());
+    let left = uses.take();
     let of_u = left.iter().find(|noted| noted.on().raw() == u.raw()).unwrap();
     assert!(of_u.epoch().unwrap() < after);
     rig.sim.run_all();
@@ -103,7 +103,7 @@ fn borrows_of_one_kind_by_one_stream_are_noted_once_however_many_they_are() {
         uses.lend(1, home.timeline(), u.timeline(), Access::Read).unwrap();
         rig.launch(&u);
     }
-    let left = uses.take(home.timeline());
+    let left = uses.take();
     let left: Vec<_> = left.iter().collect();
     assert_eq!(left.len(), 1);
     assert!(!left[0].is_done());

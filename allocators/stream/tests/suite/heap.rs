@@ -21,7 +21,7 @@ fn a_steady_state_of_uses_by_two_streams_allocates_nothing_on_the_heap() {
         uses.record(home, u, Access::Read).unwrap();
         uses.prepare(1, home, v, Access::Read).unwrap().finish().unwrap();
         uses.lend(1, home, v, Access::Read).unwrap();
-        let mut uses = uses.take(home);
+        let mut uses = uses.take();
         uses.forget_done();
         assert_eq!(uses.stamped().count(), 2);
         uses.clear();

@@ -105,17 +105,28 @@ fn an_id_of_an_adopted_stream_names_no_lease() {
 }
 
 #[test]
-fn at_the_cap_an_idle_stream_of_another_kind_gives_way() {
+fn streams_of_one_priority_are_not_handed_out_as_another() {
+    let rig = Rig::new(2);
+    let high = rig.pool.lease_with_priority(-5).unwrap();
+    let raw = high.raw();
+    drop(high);
+    assert_ne!(rig.lease().raw(), raw, "below the cap a stream is made");
+    assert_eq!(rig.pool.lease_with_priority(-5).unwrap().raw(), raw);
+    assert_eq!(rig.made(Call::StreamCreate), 2);
+}
+
+#[test]
+fn at_the_cap_an_idle_stream_of_another_priority_gives_way() {
     let rig = Rig::new(1);
-    let ordinary = rig.lease();
-    let (id, raw) = (ordinary.id(), ordinary.raw());
-    drop(ordinary);
-    let isolated = rig.pool.lease_isolated().unwrap();
-    assert_ne!(isolated.raw(), raw);
+    let low = rig.lease();
+    let (id, raw) = (low.id(), low.raw());
+    drop(low);
+    let high = rig.pool.lease_with_priority(-5).unwrap();
+    assert_ne!(high.raw(), raw);
     assert_eq!(rig.sim.outstanding().streams, 1, "the other is destroyed");
     assert_eq!(rig.pool.get(id), Err(MemoryError::UnknownId));
-    assert_eq!(rig.pool.lease().unwrap_err(), MemoryError::Capacity { max: 1 });
-    drop(isolated);
+    assert_eq!(rig.pool.lease_with_priority(0).unwrap_err(), MemoryError::Capacity { max: 1 });
+    drop(high);
     rig.assert_all_given_back();
 }
 
@@ -130,7 +141,7 @@ fn a_failed_stream_creation_leaves_the_pool_unchanged() {
             }
             let before = rig.sim.outstanding();
             rig.sim.fail(call, 1, OUT_OF_MEMORY);
-            let refused = rig.pool.lease_isolated().unwrap_err();
+            let refused = rig.pool.lease_with_priority(-5).unwrap_err();
             let MemoryError::Driver(error) = refused else { panic!("{refused:?}") };
             assert_eq!((error.code, error.call), (OUT_OF_MEMORY, call.name()));
             assert_eq!(rig.pool.leased(), 0);
@@ -138,7 +149,7 @@ fn a_failed_stream_creation_leaves_the_pool_unchanged() {
             // The replaced stream still exists, and the capacity for the one that was not created
             // is free.
             drop(rig.lease());
-            drop(rig.pool.lease_isolated().unwrap());
+            drop(rig.pool.lease_with_priority(-5).unwrap());
             rig.assert_all_given_back();
         }
     }
@@ -150,7 +161,7 @@ fn no_lock_is_held_while_a_stream_is_made() {
     drop(rig.lease());
     let slow = rig.sim.stall(Call::StreamCreate);
     let pool = rig.pool.clone();
-    let making = thread::spawn(move || pool.lease_isolated());
+    let making = thread::spawn(move || pool.lease_with_priority(-5));
     assert!(slow.wait_for(1, PATIENCE));
     let pool = rig.pool.clone();
     let idle = within(move || pool.lease()).unwrap();
@@ -172,7 +183,7 @@ fn no_lock_is_held_while_a_stream_that_gave_way_is_destroyed() {
     drop(rig.lease());
     let slow = rig.sim.stall(Call::StreamDestroy);
     let pool = rig.pool.clone();
-    let changing = thread::spawn(move || pool.lease_isolated().map(drop));
+    let changing = thread::spawn(move || pool.lease_with_priority(-5).map(drop));
     assert!(slow.wait_for(1, PATIENCE));
     let pool = rig.pool.clone();
     within(move || {
@@ -195,9 +206,8 @@ fn eight_threads_never_exceed_the_cap_and_never_share_a_stream() {
             let (rig, held, refused) = (&rig, &held, &refused);
             scope.spawn(move || {
                 for round in 0..400 {
-                    // Two kinds, so that streams also replace each other.
-                    let isolated = (thread + round / 64) % 2 == 1;
-                    match if isolated { rig.pool.lease_isolated() } else { rig.pool.lease() } {
+                    // Two priorities, so that streams also replace each other.
+                    match rig.pool.lease_with_priority(-((thread + round / 64) % 2)) {
                         Ok(stream) => {
                             assert!(
                                 held.lock().unwrap().insert(stream.raw()),

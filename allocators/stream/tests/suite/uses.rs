@@ -47,7 +47,7 @@ impl<'a> Block<'a> {
 
     /// Takes the uses of the block, as its free does.
     fn take(&mut self) -> Uses {
-        self.uses.take(self.home.timeline())
+        self.uses.take()
     }
 
     fn waits(&self) -> u64 {

@@ -67,27 +67,22 @@ fn host_uses(pinned: bool, address: u64, bytes: u64, kind: ActionKind) -> Vec<Ho
 }
 
 impl MachineState {
-    /// Classifies the host side of a copy. Refuses a copy across the end of a registration, or into
-    /// a read-only one.
+    /// Classifies the host side of a copy. Refuses a copy across the end of a registration.
     pub(crate) fn classify_host_range(
         &mut self,
         (address, bytes): (u64, u64),
-        kind: ActionKind,
         name: &'static str,
         site: Site,
     ) -> Result<HostMemoryKind, ErrorCode> {
         let side = self.pinned.classify(address, bytes);
-        let protected = kind == ActionKind::Write
-            && self.pinned.containing(address).is_some_and(|it| it.read_only);
-        let kind = match side {
-            HostMemoryKind::Straddling => ViolationKind::AcrossRegistrations,
-            HostMemoryKind::Pinned if protected => ViolationKind::WriteToReadOnly,
-            _ => return Ok(side),
-        };
+        if side != HostMemoryKind::Straddling {
+            return Ok(side);
+        }
         if self.oracle {
             let action = self.current_host_action(ActionKind::Read, name, site);
-            let mut findings = std::mem::take(&mut self.findings);
+            let mut findings = Vec::new();
             let earlier = self.pinned.containing(address).map(|pinned| pinned.cause);
+            let kind = ViolationKind::AcrossRegistrations;
             findings.push(Finding { kind, earlier, address, bytes });
             self.report(findings, action, None);
         }
@@ -117,8 +112,7 @@ unsafe impl Copies for Machine {
         let (start, length) = (from.as_ptr() as u64, bytes as u64);
         self.queue_call(Call::CopyToDevice, stream, |mut state, stream| {
             let pinned =
-                state.classify_host_range((start, length), ActionKind::Read, name, site)?
-                    == HostMemoryKind::Pinned;
+                state.classify_host_range((start, length), name, site)? == HostMemoryKind::Pinned;
             let uses = state.copy_use(stream, to, length, true);
             // A captured copy reads host memory when it is launched, pinned or not.
             let staged = !pinned && state.streams[stream].capture.is_none();
@@ -152,8 +146,8 @@ unsafe impl Copies for Machine {
         let (name, site, device) = ("copy to the host", caller_site(), stream.device());
         let (to, bytes) = (to.as_ptr() as u64, bytes as u64);
         self.queue_call(Call::CopyToHost, stream, |mut state, stream| {
-            let pinned = state.classify_host_range((to, bytes), ActionKind::Write, name, site)?
-                == HostMemoryKind::Pinned;
+            let pinned =
+                state.classify_host_range((to, bytes), name, site)? == HostMemoryKind::Pinned;
             let uses = state.copy_use(stream, from, bytes, false);
             let host = host_uses(pinned, to, bytes, ActionKind::Write);
             let from = CopySource::Address(from);

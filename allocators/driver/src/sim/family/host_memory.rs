@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "implements calls that free or unmap memory")]
 
 use crate::{
-    Call, DeviceId, HostAccess, HostFlags, HostMemory, Result,
+    Call, DeviceId, HostAccess, HostMemory, Result,
     sim::{
         access_history::ActionKind,
         codes::{self, ErrorCode},
@@ -49,13 +49,10 @@ impl Machine {
 // SAFETY: 1. The memory consists of whole pages of the system, which are unmapped when they are
 // freed. 2. The device's queues have run by then. 3. Errors are detected before anything changes.
 unsafe impl HostMemory for Machine {
-    fn host_alloc(&self, device: DeviceId, bytes: usize, flags: HostFlags) -> Result<NonNull<u8>> {
+    fn host_alloc(&self, device: DeviceId, bytes: usize) -> Result<NonNull<u8>> {
         let site = caller_site();
         let call = Call::HostAlloc;
         let mut state = self.enter(call, Some(device))?;
-        if flags.read_only {
-            return Err(error_of(call)(codes::INVALID_VALUE));
-        }
         if bytes == 0 {
             // The code that the driver returns for this.
             return Err(error_of(call)(codes::OUT_OF_MEMORY));
@@ -86,13 +83,12 @@ unsafe impl HostMemory for Machine {
         device: DeviceId,
         address: NonNull<u8>,
         bytes: usize,
-        flags: HostFlags,
     ) -> Result<()> {
         let site = caller_site();
         let call = Call::HostRegister;
         let mut state = self.enter(call, Some(device))?;
         state.captures.reject_unsafe_call().map_err(error_of(call))?;
-        if bytes == 0 || bytes >= REGISTRATION_LIMIT || flags.write_combined {
+        if bytes == 0 || bytes >= REGISTRATION_LIMIT {
             return Err(error_of(call)(codes::INVALID_VALUE));
         }
         let (address, length) = (address.as_ptr() as u64, bytes as u64);
@@ -102,9 +98,6 @@ unsafe impl HostMemory for Machine {
         let cause = state.current_host_action(ActionKind::Write, "registration", site);
         if !state.pinned.add(address, length, device, PinKind::Registered, cause) {
             return Err(error_of(call)(codes::HOST_MEMORY_ALREADY_REGISTERED));
-        }
-        if flags.read_only {
-            state.pinned.set_read_only(address);
         }
         Ok(())
     }
@@ -116,15 +109,5 @@ unsafe impl HostMemory for Machine {
         self.unpin(state, device, address.as_ptr() as u64, PinKind::Registered, site)
             .map(drop)
             .map_err(error_of(call))
-    }
-
-    fn host_device_address(&self, device: DeviceId, address: NonNull<u8>) -> Result<u64> {
-        let call = Call::HostDeviceAddress;
-        let state = self.enter(call, Some(device))?;
-        let address = address.as_ptr() as u64;
-        // Host and devices share one address space, as on every 64-bit Linux, where the `mapped`
-        // flag is not required.
-        state.pinned.containing(address).ok_or_else(|| error_of(call)(codes::INVALID_VALUE))?;
-        Ok(address)
     }
 }

@@ -1,8 +1,8 @@
 //! Memory sharing of the simulated machine, within a process and between processes of one user.
 //!
 //! A file descriptor is real, so it can be duplicated and sent over a socket. It is a memory file
-//! that contains the numbers of the machine and the memory, like the name on a fabric, and where
-//! another process finds the bytes.
+//! that contains the numbers of the machine and the memory, and where another process finds the
+//! bytes.
 //!
 //! A simulated machine exists in one process. In another one, imported bytes are the same, but take
 //! nothing of a device, and the oracle orders only the accesses of each process. They can be
@@ -10,7 +10,7 @@
 #![expect(unsafe_code, reason = "creates handles")]
 
 use crate::{
-    Call, DeviceId, ExportTypes, FabricHandle, Ipc, PhysicalHandle, Result,
+    Call, DeviceId, ExportTypes, Ipc, PhysicalHandle, Result,
     sim::{
         codes::{self, ErrorCode},
         machine::{Machine, error_of},
@@ -27,123 +27,71 @@ use std::{
     },
 };
 
-/// The first bytes of a name, to detect other files.
-const MAGIC: &[u8; 16] = b"aquifer-sim-name";
+/// The first word of a name, to detect other files.
+const MAGIC: &str = "aquifer-sim-name";
 
-/// What a name says of an object.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// More bytes than a name has.
+const NAME_BYTES: usize = 160;
+
+/// What a name says of an object, as words.
+#[derive(Clone, Copy, Debug)]
 struct ObjectName {
-    process: u32,
     machine_id: u64,
     handle: u64,
     bytes: u64,
-    /// Of the store's file, or zero if no other process can have the bytes.
-    descriptor: u32,
-    offset: u64,
+    /// The descriptor is zero if no other process can have the bytes.
+    place: ExtentName,
 }
 
 impl ObjectName {
-    fn encode(&self) -> FabricHandle {
-        let mut bytes = [0; 64];
-        bytes[..16].copy_from_slice(MAGIC);
-        let processes = u64::from(self.process) << 32 | u64::from(self.descriptor);
-        let words = [self.machine_id, self.handle, processes, self.bytes, self.offset];
-        for (place, word) in bytes[16..].chunks_exact_mut(8).zip(words) {
-            place.copy_from_slice(&word.to_le_bytes());
-        }
-        FabricHandle(bytes)
+    fn encode(&self) -> String {
+        let Self { machine_id, handle, bytes, place } = self;
+        let ExtentName { process, descriptor, offset } = place;
+        format!("{MAGIC} {machine_id} {handle} {bytes} {process} {descriptor} {offset}")
     }
 
-    fn decode(name: &FabricHandle) -> Option<Self> {
-        let mut words = [0; 5];
-        for (word, place) in words.iter_mut().zip(name.0[16..].chunks_exact(8)) {
-            *word = place.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
-        }
-        let [machine_id, handle, processes, bytes, offset] = words;
-        let (process, descriptor) = ((processes >> 32) as u32, processes as u32);
-        (name.0[..16] == *MAGIC).then_some(Self {
-            process,
-            machine_id,
-            handle,
-            bytes,
-            descriptor,
-            offset,
-        })
+    fn decode(name: &str) -> Option<Self> {
+        let mut words = name.strip_prefix(MAGIC)?.split_ascii_whitespace();
+        let mut next = || words.next()?.parse::<u64>().ok();
+        let (machine_id, handle, bytes) = (next()?, next()?, next()?);
+        let (process, descriptor) = (next()?.try_into().ok()?, next()?.try_into().ok()?);
+        let place = ExtentName { process, descriptor, offset: next()? };
+        Some(Self { machine_id, handle, bytes, place })
     }
 }
 
 impl MachineState {
     /// Returns the name of memory that was created for the export.
-    fn export(
-        &mut self,
-        machine_id: u64,
-        handle: PhysicalHandle,
-        export_type: ExportTypes,
-    ) -> Result<FabricHandle, ErrorCode> {
+    fn export(&mut self, machine_id: u64, handle: PhysicalHandle) -> Result<String, ErrorCode> {
         self.handle(handle)?;
         let handle = handle.handle();
         let created_for = self.space.object(handle).map(|object| object.export_types);
-        if created_for.is_none_or(|types| !types.covers(export_type)) {
+        if created_for.is_none_or(|types| !types.covers(ExportTypes::POSIX_FD)) {
             return Err(codes::INVALID_VALUE);
         }
-        let process = std::process::id();
-        let (bytes, descriptor, offset) = match self.space.name(handle) {
-            Some((bytes, name)) => (bytes, name.descriptor, name.offset),
-            None => (0, 0, 0),
-        };
-        Ok(ObjectName { process, machine_id, handle, bytes, descriptor, offset }.encode())
+        let nowhere = ExtentName { process: std::process::id(), descriptor: 0, offset: 0 };
+        let (bytes, place) = self.space.name(handle).unwrap_or((0, nowhere));
+        Ok(ObjectName { machine_id, handle, bytes, place }.encode())
     }
 
-    fn import(
-        &mut self,
-        machine_id: u64,
-        device: DeviceId,
-        name: &FabricHandle,
-    ) -> Result<u64, ErrorCode> {
+    fn import(&mut self, machine_id: u64, device: DeviceId, name: &str) -> Result<u64, ErrorCode> {
         self.virtual_memory(device)?;
         let name = ObjectName::decode(name).ok_or(codes::INVALID_VALUE)?;
-        if name.process == std::process::id() && name.machine_id == machine_id {
+        let is_own_process = name.place.process == std::process::id();
+        if is_own_process && name.machine_id == machine_id {
             self.space.import(device, name.handle)?;
             return Ok(name.handle);
         }
-        if name.process == std::process::id() || name.descriptor == 0 {
+        if is_own_process || name.place.descriptor == 0 {
             return Err(codes::INVALID_VALUE);
         }
-        let ObjectName { process, bytes, descriptor, offset, .. } = name;
-        let place = ExtentName { process, descriptor, offset };
-        self.space.import_from_elsewhere(device, bytes, &place)
-    }
-}
-
-impl Machine {
-    fn import(&self, device: DeviceId, name: &FabricHandle) -> Result<PhysicalHandle> {
-        let call = Call::HandleImport;
-        let mut state = self.enter(call, Some(device))?;
-        let handle = state.import(self.machine_id, device, name).map_err(error_of(call))?;
-        // SAFETY: 1. The object has one more handle, which is this one.
-        Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
+        self.space.import_from_elsewhere(device, name.bytes, &name.place)
     }
 }
 
 // SAFETY: 1. Handles are stored under numbers that are not reused, with their bytes. 2. Errors are
 // detected before anything changes.
 unsafe impl Ipc for Machine {
-    fn handle_create_exportable(
-        &self,
-        device: DeviceId,
-        bytes: u64,
-        types: ExportTypes,
-    ) -> Result<PhysicalHandle> {
-        let call = Call::HandleCreate;
-        let mut state = self.enter(call, Some(device))?;
-        if !state.device(device).map_err(error_of(call))?.info.export_types.covers(types) {
-            return Err(error_of(call)(codes::NOT_SUPPORTED));
-        }
-        let handle = state.create(device, bytes, types).map_err(error_of(call))?;
-        // SAFETY: 1. The handle belongs to the memory that was just allocated.
-        Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
-    }
-
     fn is_legacy_ipc_capable(&self, device: DeviceId, address: u64) -> Result<bool> {
         let call = Call::PointerAttribute;
         let state = self.enter(call, Some(device))?;
@@ -161,40 +109,25 @@ unsafe impl Ipc for Machine {
     fn handle_export(&self, handle: PhysicalHandle) -> Result<OwnedFd> {
         let call = Call::HandleExport;
         let mut state = self.enter(call, Some(handle.device()))?;
-        let name = state.export(self.machine_id, handle, ExportTypes::POSIX_FD);
+        let name = state.export(self.machine_id, handle);
         let name = name.map_err(error_of(call))?;
         let refused = error_of(call)(codes::OPERATING_SYSTEM);
         let file =
             memfd_create("aquifer-sim-export", MFdFlags::MFD_CLOEXEC).map_err(|_| refused)?;
         let file = File::from(file);
-        file.write_all_at(&name.0, 0).map_err(|_| refused)?;
+        file.write_all_at(name.as_bytes(), 0).map_err(|_| refused)?;
         Ok(file.into())
     }
 
-    fn handle_export_fabric(&self, handle: PhysicalHandle) -> Result<FabricHandle> {
-        let call = Call::HandleExport;
-        let mut state = self.enter(call, Some(handle.device()))?;
-        let name = state.export(self.machine_id, handle, ExportTypes::FABRIC);
-        let name = name.map_err(error_of(call))?;
-        Ok(name)
-    }
-
     unsafe fn handle_import(&self, device: DeviceId, fd: BorrowedFd<'_>) -> Result<PhysicalHandle> {
-        let mut name = FabricHandle([0; 64]);
-        let read =
-            fd.try_clone_to_owned().and_then(|fd| File::from(fd).read_exact_at(&mut name.0, 0));
+        let mut name = [0; NAME_BYTES];
+        let read = fd.try_clone_to_owned().and_then(|fd| File::from(fd).read_at(&mut name, 0));
         // A file without a valid name is refused.
-        if read.is_err() {
-            name.0 = [0; 64];
-        }
-        self.import(device, &name)
-    }
-
-    unsafe fn handle_import_fabric(
-        &self,
-        device: DeviceId,
-        name: &FabricHandle,
-    ) -> Result<PhysicalHandle> {
-        self.import(device, name)
+        let name = str::from_utf8(&name[..read.unwrap_or(0)]).unwrap_or_default();
+        let call = Call::HandleImport;
+        let mut state = self.enter(call, Some(device))?;
+        let handle = state.import(self.machine_id, device, name).map_err(error_of(call))?;
+        // SAFETY: 1. The object has one more handle, which is this one.
+        Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
     }
 }

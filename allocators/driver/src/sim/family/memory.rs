@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "creates handles, and implements calls that free or unmap memory")]
 
 use crate::{
-    Call, DeviceId, Memory, PoolHandle, PoolUsage, RawStream, Result,
+    Call, DeviceId, DeviceRange, Memory, PoolHandle, PoolUsage, RawStream, Result,
     sim::{
         access_history::ActionKind,
         address_space::ReservationPurpose,
@@ -68,7 +68,7 @@ unsafe impl Memory for Machine {
         // change.
         if state.oracle {
             let action = state.new_host_action(ActionKind::Free, "free", site);
-            let mut findings = std::mem::take(&mut state.findings);
+            let mut findings = Vec::new();
             let host = &state.host.clock;
             state.space.report_in_flight(
                 address,
@@ -91,13 +91,13 @@ unsafe impl Memory for Machine {
         Ok(())
     }
 
-    fn pool_create(&self, device: DeviceId, max: u64) -> Result<PoolHandle> {
+    fn pool_create(&self, device: DeviceId) -> Result<PoolHandle> {
         let call = Call::PoolCreate;
         let mut state = self.enter(call, Some(device))?;
         if !state.device(device).map_err(error_of(call))?.info.async_pools {
             return Err(error_of(call)(codes::NOT_SUPPORTED));
         }
-        let handle = state.pools.pools.insert(DriverPool::new(device, max));
+        let handle = state.pools.pools.insert(DriverPool::new(device));
         // SAFETY: 1. The handle belongs to the pool that was just created.
         Ok(unsafe { PoolHandle::from_raw(device, handle) })
     }
@@ -136,15 +136,11 @@ unsafe impl Memory for Machine {
         }
         if state.oracle {
             let action = state.next_stream_action(index, ActionKind::Allocate, "allocation", site);
-            let mut findings = std::mem::take(&mut state.findings);
+            let mut findings = Vec::new();
             let state = &mut *state;
-            state.space.record_bytes(
-                address,
-                size,
-                &action,
-                &state.streams[index].clock,
-                &mut findings,
-            );
+            let range = DeviceRange { device: pool.device(), address, bytes: size };
+            let clock = &state.streams[index].clock;
+            state.space.record_bytes(range, &action, clock, &mut findings);
             state.report(findings, action, Some(pool.device()));
             state.owners.set(address, size, Owner::Live { generation: None }, action);
         }
@@ -168,15 +164,11 @@ unsafe impl Memory for Machine {
         let (freed, site) = state.cause_of_free(address, entered, own);
         let action = state.next_stream_action(index, ActionKind::Free, freed, site);
         if state.oracle {
-            let mut findings = std::mem::take(&mut state.findings);
+            let mut findings = Vec::new();
             let state = &mut *state;
-            state.space.record_bytes(
-                address,
-                size,
-                &action,
-                &state.streams[index].clock,
-                &mut findings,
-            );
+            let range = DeviceRange { device, address, bytes: size };
+            let clock = &state.streams[index].clock;
+            state.space.record_bytes(range, &action, clock, &mut findings);
             state.registrations.check(address, size, &mut findings);
             state.report(findings, action, Some(device));
             state.owners.set(address, size, Owner::Free, action);

@@ -52,8 +52,4 @@ impl Observer for Machine {
         let (entered, own) = (site::entered(), caller_site());
         self.lock().check_host_access(address, bytes, access, entered, own);
     }
-
-    fn checkpoint(&self) {
-        Machine::checkpoint(self);
-    }
 }

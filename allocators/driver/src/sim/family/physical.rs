@@ -88,10 +88,18 @@ unsafe impl Physical for Machine {
         Ok(())
     }
 
-    fn handle_create(&self, device: DeviceId, bytes: u64) -> Result<PhysicalHandle> {
+    fn handle_create(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        types: ExportTypes,
+    ) -> Result<PhysicalHandle> {
         let call = Call::HandleCreate;
         let mut state = self.enter(call, Some(device))?;
-        let handle = state.create(device, bytes, ExportTypes::NONE).map_err(error_of(call))?;
+        if !state.device(device).map_err(error_of(call))?.info.export_types.covers(types) {
+            return Err(error_of(call)(codes::NOT_SUPPORTED));
+        }
+        let handle = state.create(device, bytes, types).map_err(error_of(call))?;
         // SAFETY: 1. The handle belongs to the memory that was just allocated.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
     }
@@ -115,18 +123,13 @@ unsafe impl Physical for Machine {
         }
         state.handle(handle).map_err(error_of(call))?;
         state = self.wait_until_idle(state);
-        let mut findings = std::mem::take(&mut state.findings);
-        let state = &mut *state;
-        let host = &state.host.clock;
-        let mapped = state.space.map(address, bytes, handle.handle(), host, &mut findings);
-        if state.oracle && mapped.is_ok() {
+        state.space.map(address, bytes, handle.handle()).map_err(error_of(call))?;
+        if state.oracle {
+            let mut findings = Vec::new();
             state.registrations.check(address, bytes, &mut findings);
-        } else if !state.oracle {
-            findings.clear();
+            let action = state.current_host_action(ActionKind::Write, "map", site);
+            state.report(findings, action, Some(handle.device()));
         }
-        let action = state.current_host_action(ActionKind::Write, "map", site);
-        state.report(findings, action, Some(handle.device()));
-        mapped.map_err(error_of(call))?;
         Ok(())
     }
 
@@ -141,7 +144,7 @@ unsafe impl Physical for Machine {
             return Err(error_of(call)(codes::INVALID_VALUE));
         }
         let action = state.current_host_action(ActionKind::Free, "unmap", site);
-        let mut findings = std::mem::take(&mut state.findings);
+        let mut findings = Vec::new();
         let state = &mut *state;
         let host = &state.host.clock;
         if state.oracle {
@@ -156,7 +159,7 @@ unsafe impl Physical for Machine {
                 state.registrations.check(address, bytes, &mut findings);
             }
         }
-        let unmapped = state.space.unmap(address, bytes, action, host);
+        let unmapped = state.space.unmap(address, bytes, action);
         if unmapped.is_err() {
             findings.clear();
         }

@@ -9,10 +9,6 @@ use crate::{
         queue::{self, StreamKind},
     },
 };
-use std::ops::RangeInclusive;
-
-/// The priorities of an H200.
-const PRIORITIES: RangeInclusive<i32> = -5..=0;
 
 // SAFETY: 1. and 4. The slots of streams may be reused, and ids are never reused. 2. Queues run in
 // order and stop at an event that has not been reached. 3. Results depend on how far the queue has
@@ -37,11 +33,6 @@ unsafe impl Streams for Machine {
         state.streams[index].alive = false;
         state.recycle_stream(index);
         Ok(())
-    }
-
-    fn stream_priorities(&self, device: DeviceId) -> Result<RangeInclusive<i32>> {
-        let _state = self.enter(Call::StreamPriorities, Some(device))?;
-        Ok(PRIORITIES)
     }
 
     fn stream_id(&self, stream: RawStream) -> Result<u64> {

@@ -8,8 +8,8 @@
 )]
 
 use aquifer_driver::{
-    Access, CaptureMode, DeviceId, DeviceRange, Driver, DriverError, PhysicalHandle, RawEvent,
-    RawGraphExec, RawStream,
+    Access, CaptureMode, DeviceId, DeviceRange, Driver, DriverError, ExportTypes, PhysicalHandle,
+    RawEvent, RawGraphExec, RawStream,
     sim::{Sim, Violation, ViolationKind},
 };
 use std::{ptr::NonNull, sync::Arc, time::Duration};
@@ -89,7 +89,7 @@ impl Machine {
     }
 
     pub fn handle(&self, bytes: u64) -> PhysicalHandle {
-        self.driver.handle_create(GPU, bytes).unwrap()
+        self.driver.handle_create(GPU, bytes, ExportTypes::NONE).unwrap()
     }
 
     /// Returns one granule, mapped in a range of its own with access.
@@ -113,7 +113,7 @@ impl Machine {
 
     /// Allocates pinned memory of the driver.
     pub fn pinned(&self, bytes: usize) -> NonNull<u8> {
-        self.driver.host_alloc(GPU, bytes, aquifer_driver::HostFlags::default()).unwrap()
+        self.driver.host_alloc(GPU, bytes).unwrap()
     }
 
     pub fn write(&self, stream: RawStream, range: DeviceRange) {

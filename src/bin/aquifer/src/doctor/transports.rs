@@ -4,7 +4,7 @@
 //! |---|---|
 //! | legacy IPC | an allocation of the driver, asked whether `cuIpcGetMemHandle` accepts it |
 //! | descriptors | a handle that is created for it, exported, imported and mapped |
-//! | fabric | a handle that is created for it, and exported |
+//! | fabric | a handle that is created for it |
 //! | dma-buf | the allocation, exported for drivers of network cards |
 //! | peers | what the driver says of other devices' kernels |
 #![expect(unsafe_code, reason = "creates, maps and releases small driver resources")]
@@ -62,15 +62,12 @@ impl Transport {
             }
             Self::Fabric => {
                 let bytes = info.granularity;
-                let handle = driver.handle_create_exportable(device, bytes, ExportTypes::FABRIC)?;
-                let works = driver.handle_export_fabric(handle).map(|_| true);
-                let released = release(driver, handle);
-                works.and_then(|works| released.map(|()| works))
+                let handle = driver.handle_create(device, bytes, ExportTypes::FABRIC)?;
+                release(driver, handle).map(|()| true)
             }
             Self::Descriptors => {
                 let bytes = info.granularity;
-                let handle =
-                    driver.handle_create_exportable(device, bytes, ExportTypes::POSIX_FD)?;
+                let handle = driver.handle_create(device, bytes, ExportTypes::POSIX_FD)?;
                 let file = driver.handle_export(handle);
                 let imported = file.and_then(|file| {
                     // SAFETY: 1. No work uses the memory.

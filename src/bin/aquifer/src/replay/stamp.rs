@@ -12,7 +12,7 @@
 
 use super::work::{Spot, TOLD, Verdict, Violations, Work};
 use aquifer_core::{MemoryError, Result, random::SplitMix64};
-use aquifer_driver::{Call, DeviceId, Driver, HostFlags};
+use aquifer_driver::{Call, DeviceId, Driver};
 use aquifer_formats::trace::{Trace, TraceAction, TraceBlock};
 use aquifer_stream::Stream;
 use std::{
@@ -44,7 +44,7 @@ unsafe impl Sync for PinnedStamp {}
 impl PinnedStamp {
     fn new(driver: &Arc<dyn Driver>, device: DeviceId, bytes: usize) -> Result<Self> {
         let bytes = bytes.max(STAMP);
-        let start = driver.host_alloc(device, bytes, HostFlags::default())?;
+        let start = driver.host_alloc(device, bytes)?;
         Ok(Self { driver: driver.clone(), device, start, bytes })
     }
 
