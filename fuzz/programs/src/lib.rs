@@ -12,7 +12,6 @@ mod global;
 mod graphs;
 mod heap;
 mod ledger;
-pub mod minimise;
 mod mixed;
 pub mod park;
 mod peaks;

@@ -1,10 +1,9 @@
 //! Programs that use everything at the same time, as a server does: three device pools on two
 //! devices and a pinned pool under one tree of budgets, two tenants, an application that evicts,
-//! graphs, parked, stable and reserved memory, pending copies, streams that are created and
-//! dropped, changing limits, and driver calls that fail, alone and in pairs.
+//! stable memory, pending copies, streams that are created and dropped, changing limits, and driver calls that fail, alone and in pairs.
 //!
-//! One program in four also has threads: a stager with its workers, and phases in which several
-//! threads allocate, use and free while limits change and a driver call stalls. All other programs
+//! One program in four also has threads: phases in which several threads allocate, use and free
+//! while limits change and a driver call stalls. All other programs
 //! are determined by their bytes, and some are run twice to check that.
 //!
 //! The program `pressure` is this one without what holds memory for long. Where work runs as it is
@@ -21,7 +20,6 @@
 //! At the end everything is freed.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
-mod special;
 mod threads;
 
 use crate::{
@@ -33,18 +31,17 @@ use crate::{
     },
 };
 use aquifer_core::{
-    Budget, Charge, MemoryError, OutOfMemory, Result, Tag,
+    Budget, Charge, MemoryError, OutOfMemory, Result,
     budget::{HookRegistration, Waiting},
 };
 use aquifer_device::{
-    Adoption, DeviceBuffer, DevicePool, Graph, GraphPool, Parkable, PoolConfig, Request, Reserved,
-    StableBlock, Tenant,
+    Adoption, Block, DeviceBuffer, DevicePool, PoolConfig, Request, StableBlock, Tenant,
 };
 use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange,
+    Access, Call, DeviceId, Operand,
     sim::{DeviceConfig, Sim, SimConfig},
 };
-use aquifer_host::{PinnedBuf, PinnedConfig, PinnedPool, Stager, pool, region::retry_stranded};
+use aquifer_host::{PinnedBuf, PinnedConfig, PinnedPool, pool, region::retry_stranded};
 use aquifer_stream::{InFlight, Stream};
 use std::{
     future::Future,
@@ -57,9 +54,6 @@ use std::{
 const MIB: u64 = 1 << 20;
 /// The memory of each device.
 const CAPACITY: u64 = 64 * MIB;
-/// The granule of reserved memory in bytes, and the maximum number of granules.
-const STEP: usize = 2 << 20;
-const STEPS: usize = 6;
 /// Maximum bytes of a copy.
 const COPY: u64 = 64 << 10;
 /// Maximum number of live blocks, since all of them are checked after each operation.
@@ -84,7 +78,7 @@ const FAULTS: [Call; 15] = [
 ];
 
 /// The operations of `pressure`, by their numbers among all.
-const CALM: [u8; 16] = [0, 0, 0, 0, 0, 9, 9, 15, 24, 25, 29, 29, 32, 41, 45, 48];
+const CALM: [u8; 16] = [0, 0, 0, 0, 0, 9, 9, 15, 24, 25, 29, 29, 32, 33, 37, 40];
 
 /// The indices of the budgets.
 const ROOT: usize = 0;
@@ -117,11 +111,6 @@ struct Stable {
     owner: usize,
 }
 
-struct Lodged {
-    buffer: DeviceBuffer<u8>,
-    content: Option<u8>,
-}
-
 struct World {
     sim: Sim,
     /// Whether the devices keep bytes.
@@ -132,11 +121,6 @@ struct World {
     owners: [Owner; 3],
     live: Vec<Live>,
     stable: Vec<Stable>,
-    rooms: Vec<(Reserved<u8>, usize)>,
-    parkable: Parkable,
-    lodged: Vec<Lodged>,
-    graph_pool: Option<GraphPool>,
-    graphs: Vec<Graph>,
     open: Vec<Open>,
     pinned: PinnedPool,
     buffers: Vec<PinnedBuf<u8>>,
@@ -146,7 +130,6 @@ struct World {
     app: Arc<App<Live>>,
     /// How often a level has changed.
     registration: HookRegistration,
-    stager: Option<Stager>,
     with_threads: bool,
     /// Whether only the operations of `pressure` are performed.
     calm: bool,
@@ -214,8 +197,7 @@ impl World {
         if bytes.choice(4) == 1 {
             config.devices[1] = DeviceConfig::without_virtual_memory();
         }
-        // A stager's copies are useful only with bytes.
-        let keeps = with_threads || bytes.choice(4) == 1;
+        let keeps = bytes.choice(4) == 1;
         let sim = Sim::new(config).capacity(CAPACITY);
         let sim = if keeps { sim } else { sim.symbolic() };
         let eager = bytes.choice(3) == 0;
@@ -257,9 +239,6 @@ impl World {
         let shared = shared_host().clone().with_driver(sim.driver(), DeviceId(0));
         let pinned = PinnedPool::new(&shared, &budgets[HOST], config)
             .expect("a configuration that can be followed");
-        let stager = with_threads.then(|| threads::stager(&shared, &pinned, &owners[0].pool));
-        let parkable = owners[0].pool.parkable(Tag::named("mixed cache")).expect(IDLE);
-        let graph_pool = Some(owners[0].pool.graph_pool().expect(IDLE));
         let cost = Duration::from_micros(u64::from(bytes.u16()));
         let app = Arc::new(App::new(cost, |live: &Live| live.buffer.block().capacity()));
         let registration = budgets[usize::from(bytes.choice(4))].on_need(&app);
@@ -272,11 +251,6 @@ impl World {
             owners,
             live: Vec::new(),
             stable: Vec::new(),
-            rooms: Vec::new(),
-            parkable,
-            lodged: Vec::new(),
-            graph_pool,
-            graphs: Vec::new(),
             open: Vec::new(),
             pinned,
             buffers: Vec::new(),
@@ -285,7 +259,6 @@ impl World {
             charges: Vec::new(),
             app,
             registration,
-            stager,
             with_threads,
             calm,
             exact: calm && eager,
@@ -304,7 +277,7 @@ impl Program for World {
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
         begin_step(&mut self.most, &self.budgets);
-        match if self.calm { bytes.pick(CALM) } else { bytes.choice(48) } {
+        match if self.calm { bytes.pick(CALM) } else { bytes.choice(41) } {
             0..=8 => self.alloc(bytes),
             9..=14 => self.free(bytes),
             15 | 16 => self.touch(bytes),
@@ -318,19 +291,12 @@ impl Program for World {
             29 | 30 => self.limit(bytes),
             31 => self.stream(bytes),
             32 => self.stable(bytes),
-            33 => self.reserve(bytes),
-            34 | 35 => self.commit(bytes),
-            36 => self.lodge(bytes),
-            37 => self.park_or_resume(bytes),
-            38 => self.capture(bytes),
-            39 | 40 => self.launch(bytes),
-            41 => self.pin(bytes),
-            42 => self.fly(bytes),
-            43 => self.land(bytes),
-            44 => self.wait(bytes),
-            45 => self.evictable(bytes),
-            46 if self.with_threads => self.stage(bytes),
-            47 if self.with_threads => self.phase(bytes),
+            33 => self.pin(bytes),
+            34 => self.fly(bytes),
+            35 => self.land(bytes),
+            36 => self.wait(bytes),
+            37 => self.evictable(bytes),
+            38 | 39 if self.with_threads => self.phase(bytes),
             _ => self.give_back(bytes),
         }
         self.answered(self.budgets[ROOT].used());
@@ -356,21 +322,15 @@ impl Program for World {
             let _ = open.work(&self.sim);
         }
         self.owners.iter().for_each(|owner| owner.pool.trim(0).map(drop).expect(IDLE));
-        self.owners[0].pool.resume(self.parkable.tag(), None).expect("all of the device's memory");
         self.check();
         for Live { buffer, owner, content, .. } in &self.live {
             self.compare(buffer, *content, &self.owners[*owner].streams[0]);
         }
-        for Lodged { buffer, content } in &self.lodged {
-            self.compare(buffer, *content, &self.owners[0].streams[0]);
-        }
         for flight in self.flights.drain(..) {
             flight.wait().expect(IDLE);
         }
-        let Self { sim, budgets, owners, pinned, buffers, stager, app, registration, .. } = self;
-        let (live, stable, rooms, lodged) = (self.live, self.stable, self.rooms, self.lodged);
-        drop((live, stable, rooms, lodged, self.graphs, self.graph_pool, self.parkable, buffers));
-        drop((stager, registration, app));
+        let Self { sim, budgets, owners, pinned, buffers, app, registration, .. } = self;
+        drop((self.live, self.stable, buffers, registration, app));
         for Owner { pool, streams, tenant, .. } in &owners {
             streams.iter().for_each(|stream| stream.synchronize().expect(IDLE));
             sim.run_all();
@@ -634,6 +594,26 @@ impl World {
         }
     }
 
+    /// Allocates or drops a stable block, or registers one whose memory stays behind.
+    fn stable(&mut self, bytes: &mut Bytes<'_>) {
+        let owner = Self::pick_owner(bytes);
+        if bytes.flag() && !self.stable.is_empty() {
+            return drop(bytes.take(&mut self.stable));
+        }
+        let stream = self.pick_stream(owner, bytes);
+        let request = Request::bytes(u64::from(bytes.u16()) << 6 | 1);
+        if let Some(block) = went(self.owners[owner].pool.alloc_stable(&stream, request)) {
+            access(&self.sim, &stream, block.block(), Access::Write);
+            if self.calm || bytes.flag() {
+                // The registration keeps the memory alive after the block.
+                let token = block.register();
+                drop((block, token));
+            } else {
+                self.stable.push(Stable { block, owner });
+            }
+        }
+    }
+
     fn pin(&mut self, bytes: &mut Bytes<'_>) {
         let size = (usize::from(bytes.u8()) + 1) << 11;
         if bytes.flag() && !self.buffers.is_empty() {
@@ -774,16 +754,8 @@ impl World {
             let blocks: u64 = mine().map(|live| live.buffer.block().capacity()).sum();
             let stable = self.stable.iter().filter(|stable| stable.owner == at);
             let stable: u64 = stable.map(|stable| stable.block.capacity()).sum();
-            let rooms = self.rooms.iter().filter(|(_, owner)| *owner == at);
-            let rooms: u64 = rooms.map(|(reserved, _)| reserved.committed_bytes()).sum();
-            let lodged = self.lodged.iter().filter(|_| at == 0 && !self.parkable.is_parked());
-            let lodged: u64 = lodged.map(|lodged| lodged.buffer.block().capacity()).sum();
             let stats = pool.stats();
-            assert_eq!(
-                stats.live,
-                blocks + stable + rooms + lodged,
-                "live bytes of pool {at}: {stats:?}"
-            );
+            assert_eq!(stats.live, blocks + stable, "live bytes of pool {at}: {stats:?}");
             assert_within(&stats);
             let of_tenant = mine().filter(|live| live.of_tenant);
             let of_tenant: u64 = of_tenant.map(|live| live.buffer.block().bytes()).sum();
@@ -800,12 +772,6 @@ impl World {
         let evictable = self.app.blocks();
         let blocks = self.live.iter().chain(evictable.iter()).map(|live| live.buffer.block());
         let stable = self.stable.iter().map(|stable| stable.block.block());
-        let lodged = self.lodged.iter().map(|lodged| lodged.buffer.block());
-        let blocks = blocks.chain(stable).chain(lodged);
-        let blocks = blocks.map(|block| (block.device(), block.address(), block.capacity()));
-        let rooms = self.rooms.iter();
-        let rooms = rooms.map(|(room, _)| (room.device(), room.address(), (STEP * STEPS) as u64));
-        let all = blocks.chain(rooms);
-        assert_apart(all.map(|(device, address, bytes)| DeviceRange { device, address, bytes }));
+        assert_apart(blocks.chain(stable).map(Block::range));
     }
 }

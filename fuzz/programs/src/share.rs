@@ -230,7 +230,7 @@ impl Program for World {
         let small = pool.alloc_stable(&stream, Request::bytes(UNIT / 2)).expect("there is room");
         let large = Request::bytes(HANDLES as u64 * UNIT);
         let large = pool.alloc(&stream, large).expect("there is room");
-        let sent = sim.driver().handle_create_exportable(DeviceId(0), UNIT, ExportTypes::POSIX_FD);
+        let sent = sim.driver().handle_create(DeviceId(0), UNIT, ExportTypes::POSIX_FD);
         let sent = sent.expect("there is room");
         let (address, other_address) = (new_address(), new_address());
         let server = ShareServer::bind(&address).expect("a new address");

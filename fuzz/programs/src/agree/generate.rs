@@ -1,7 +1,5 @@
 //! Performs a program without races that bytes encode.
 
-mod graphs;
-
 use super::{
     EVENTS, GRANULE, HOSTS, HostPart, Outcome, Part, Place, RANGE,
     machine::{Machine, Side},
@@ -133,7 +131,7 @@ pub(super) fn perform(
 
 impl Generator<'_> {
     fn step(&mut self) {
-        match self.choices.below(88) {
+        match self.choices.below(82) {
             0..8 => self.allocate(),
             8..13 => self.free(),
             13..17 => self.create(),
@@ -148,8 +146,7 @@ impl Generator<'_> {
                 let to = self.host_part();
                 self.write(to);
             }
-            78..82 => self.idle_order(),
-            _ => graphs::step(self),
+            _ => self.idle_order(),
         }
     }
 

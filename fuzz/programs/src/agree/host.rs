@@ -3,7 +3,7 @@
 
 use super::{FIRST_HALF, HOSTS, HostPart, PAGEABLE};
 use crate::program::seeded;
-use aquifer_driver::{DeviceId, Driver, HostAccess, HostFlags, Result};
+use aquifer_driver::{DeviceId, Driver, HostAccess, Result};
 use std::{ptr::NonNull, sync::Arc};
 
 /// A page of ordinary memory. Registrations consist of whole pages.
@@ -33,17 +33,16 @@ pub(super) struct Hosts {
 impl Hosts {
     /// Allocates and registers all buffers.
     pub(super) fn new(driver: &Arc<dyn Driver>, device: DeviceId) -> Result<Self> {
-        let flags = HostFlags::default();
         let (registered, first_half) = pages(HOSTS[FIRST_HALF] + HOSTS[FIRST_HALF + 1]);
         let (unpinned, pageable) = pages(HOSTS[PAGEABLE]);
         // SAFETY: 1. inside the pages.
         let second_half = unsafe { first_half.add(HOSTS[FIRST_HALF]) };
-        let first_pinned = driver.host_alloc(device, HOSTS[0], flags)?;
-        let second_pinned = driver.host_alloc(device, HOSTS[1], flags)?;
+        let first_pinned = driver.host_alloc(device, HOSTS[0])?;
+        let second_pinned = driver.host_alloc(device, HOSTS[1])?;
         let at = [first_pinned, second_pinned, first_half, second_half, pageable];
         for half in [FIRST_HALF, FIRST_HALF + 1] {
             // SAFETY: 1. the pages live until `end`, which unregisters them.
-            unsafe { driver.host_register(device, at[half], HOSTS[half], flags) }?;
+            unsafe { driver.host_register(device, at[half], HOSTS[half]) }?;
         }
         Ok(Self {
             driver: driver.clone(),

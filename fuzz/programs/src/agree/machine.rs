@@ -6,8 +6,7 @@ use super::{
     host::{Hosts, digest},
 };
 use aquifer_driver::{
-    CaptureMode, DeviceId, Driver, HostFlags, Pattern, PhysicalHandle, PoolHandle, RawEvent,
-    RawGraphExec, RawStream, Result,
+    DeviceId, Driver, ExportTypes, Pattern, PhysicalHandle, PoolHandle, RawEvent, RawStream, Result,
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,8 +16,6 @@ use std::{
 
 /// Polls before the host blocks instead.
 const POLLS: u32 = 1 << 20;
-/// The maximum size of the driver's pool.
-const POOL: u64 = 256 << 20;
 
 /// One end of a copy.
 #[derive(Clone, Copy)]
@@ -41,7 +38,6 @@ pub(super) struct Machine {
     handles: BTreeMap<usize, PhysicalHandle>,
     /// Sizes in granules, by start.
     mappings: BTreeMap<u64, u64>,
-    graph: Option<RawGraphExec>,
     /// Whether no stream waits for another.
     careless: bool,
     /// The calls made so far.
@@ -63,12 +59,11 @@ impl Machine {
                 .map(|_| driver.stream_create(device, 0))
                 .collect::<Result<_>>()?,
             events: (0..EVENTS).map(|_| driver.event_create(device)).collect::<Result<_>>()?,
-            pool: driver.pool_create(device, POOL)?,
+            pool: driver.pool_create(device)?,
             range: driver.address_reserve(device, RANGE * GRANULE, GRANULE)?,
             blocks: BTreeMap::new(),
             handles: BTreeMap::new(),
             mappings: BTreeMap::new(),
-            graph: None,
             careless,
             calls: BTreeSet::new(),
         })
@@ -122,7 +117,7 @@ impl Machine {
 
     /// Creates physical memory.
     pub(super) fn create(&mut self, handle: usize, granules: u64) {
-        let result = self.driver.handle_create(self.device, granules * GRANULE);
+        let result = self.driver.handle_create(self.device, granules * GRANULE, ExportTypes::NONE);
         let raw = self.made("handle_create", result);
         self.handles.insert(handle, raw);
     }
@@ -232,40 +227,6 @@ impl Machine {
         self.made("event_query", result);
     }
 
-    /// Begins a capture. Copies, fills, records and waits up to its end become part of it.
-    pub(super) fn capture_begin(&mut self, stream: usize, mode: CaptureMode) {
-        let result = self.driver.capture_begin(self.streams[stream], mode);
-        self.made("capture_begin", result);
-    }
-
-    /// Ends a capture and instantiates an executable graph.
-    pub(super) fn capture_end(&mut self, stream: usize) {
-        let result = self.driver.capture_end(self.streams[stream]);
-        let captured = self.made("capture_end", result);
-        let result = self.driver.graph_instantiate(captured);
-        self.graph = Some(self.made("graph_instantiate", result));
-        // SAFETY: 1. no copy of the handle is kept.
-        let result = unsafe { self.driver.graph_destroy(captured) };
-        self.made("graph_destroy", result);
-    }
-
-    /// Launches the executable graph.
-    pub(super) fn launch(&mut self, stream: usize) {
-        let Some(exec) = self.graph else { return };
-        // SAFETY: 1. what its nodes use lives until the host has waited for the stream. 2. the
-        // program has no races.
-        let result = unsafe { self.driver.graph_launch(exec, self.streams[stream]) };
-        self.made("graph_launch", result);
-    }
-
-    /// Destroys the executable graph, with or without pending launches.
-    pub(super) fn graph_end(&mut self) {
-        let Some(exec) = self.graph.take() else { return };
-        // SAFETY: 1. the only copy was just removed.
-        let result = unsafe { self.driver.graph_exec_destroy(exec) };
-        self.made("graph_exec_destroy", result);
-    }
-
     /// Waits for all work, reads all contents, and frees everything.
     pub(super) fn finish(mut self) -> Result<Outcome> {
         (0..self.streams.len()).for_each(|stream| self.synchronize(stream));
@@ -315,7 +276,7 @@ impl Machine {
             .map(|(&at, &granules)| (self.range + at * GRANULE, granules * GRANULE));
         let parts: Vec<_> = blocks.chain(mappings).collect();
         let largest = parts.iter().map(|&(_, bytes)| bytes).max().unwrap_or(1) as usize;
-        let scratch = self.driver.host_alloc(self.device, largest, HostFlags::default())?;
+        let scratch = self.driver.host_alloc(self.device, largest)?;
         let digests =
             parts.into_iter().map(|(address, bytes)| self.read(scratch, address, bytes as usize));
         let digests: Result<Vec<_>> = digests.collect();

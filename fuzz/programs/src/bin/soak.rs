@@ -1,13 +1,11 @@
-//! Runs the fuzz programs from new seeds on all cores, and minimises failing ones.
+//! Runs the fuzz programs from new seeds on all cores.
 //!
 //! Each core runs one worker process at a time, which runs programs of one target for some seconds.
 //! The target with the least time so far comes next. A worker writes its current seed to a file, so
-//! that a panic, an abort or a hang is reported with its seed and length. A failing program is then
-//! minimised in separate processes.
+//! that a panic, an abort or a hang is reported with its seed and length.
 //!
 //! ```text
 //! soak [--until-found] [MINUTES] [TARGET…]     all targets for ten minutes, unless told otherwise
-//! soak --minimise TARGET SEED LENGTH           makes one failing program short
 //! ```
 //!
 //! `SOAK_SEED` makes the seeds reproducible, as far as timing permits. The exit status is 1 if a
@@ -15,7 +13,6 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
 
 use aquifer_programs::{
-    minimise::minimise,
     program::{length, seeded},
     targets::{self, TARGETS, Target},
 };
@@ -25,7 +22,6 @@ use std::{
     error::Error,
     fs::{self, File},
     hash::{BuildHasher, Hasher},
-    io::{Read, Write},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     process::{Child, Command, ExitCode, ExitStatus, Stdio},
@@ -39,10 +35,6 @@ type Failed = Box<dyn Error + Send + Sync>;
 /// The time limit of a program. The longest ones take some hundred milliseconds on a loaded
 /// machine.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The time limit of a candidate during minimisation, unless the failure is a hang.
-const TRIAL: Duration = Duration::from_secs(10);
-/// The time limit of one minimisation.
-const MINIMISE: Duration = Duration::from_secs(60);
 /// The interval between polls of a child process.
 const LOOK: Duration = Duration::from_millis(2);
 /// Maximum length of a panic message in the output.
@@ -55,8 +47,6 @@ fn main() -> ExitCode {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let done = match arguments[..] {
         ["--worker", target, seed, millis, line] => work(target, seed, millis, line.as_ref()),
-        ["--program", target] => run_input(target),
-        ["--minimise", target, seed, length] => minimise_one(target, seed, length),
         _ => soak(&arguments),
     };
     match done {
@@ -112,17 +102,7 @@ fn work(target: &str, seed: &str, millis: &str, line: &Path) -> Result<bool, Fai
     Ok(true)
 }
 
-/// Runs the program on standard input.
-fn run_input(target: &str) -> Result<bool, Failed> {
-    let target = find(target)?;
-    let mut bytes = Vec::new();
-    std::io::stdin().read_to_end(&mut bytes)?;
-    (target.run)(&bytes);
-    Ok(true)
-}
-
 /// A failing program.
-#[derive(Clone)]
 struct Finding {
     target: &'static str,
     seed: u64,
@@ -131,7 +111,6 @@ struct Finding {
 }
 
 /// How a process failed. Programs with the same place are taken to have the same failure.
-#[derive(Clone)]
 struct Symptom {
     /// The location of the panic, or how the process ended.
     place: String,
@@ -157,7 +136,7 @@ fn spawn(arguments: &[&str], said: &Path) -> Result<Child, Failed> {
     let child = Command::new(env::current_exe()?)
         .args(arguments)
         .env("RUST_BACKTRACE", "0")
-        .stdin(Stdio::piped())
+        .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(File::create(said)?)
         .spawn()?;
@@ -198,74 +177,6 @@ impl Drop for Folder {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
-}
-
-/// Runs a program in its own process. Returns `None` if it does not fail.
-fn try_program(
-    folder: &Folder,
-    target: &str,
-    bytes: &[u8],
-    limit: Duration,
-) -> Result<Option<Symptom>, Failed> {
-    let said = folder.file("trial");
-    let mut child = spawn(&["--program", target], &said)?;
-    if let Some(mut input) = child.stdin.take() {
-        input.write_all(bytes)?;
-    }
-    let begun = Instant::now();
-    match wait(child, || begun.elapsed() < limit)? {
-        Some(status) if status.success() => Ok(None),
-        Some(status) => Ok(Some(Symptom::of(status, &fs::read_to_string(&said)?))),
-        None => Ok(Some(Symptom::hang(limit))),
-    }
-}
-
-/// Minimises a failing program and prints it.
-fn shorten(folder: &Folder, finding: &Finding) -> Result<(), Failed> {
-    let Finding { target, seed, length, symptom } = finding;
-    let bytes = seeded(*seed, *length);
-    let limit = if symptom.place == Symptom::hang(PATIENCE).place { PATIENCE } else { TRIAL };
-    let again = try_program(folder, target, &bytes, limit)?;
-    let Some(again) = again else {
-        println!(
-            "{target}, seed {seed}, {length} bytes: it does not fail by itself, or not each time"
-        );
-        return Ok(());
-    };
-    let begun = Instant::now();
-    let mut broken = None;
-    let mut fails = |bytes: &[u8]| match try_program(folder, target, bytes, TRIAL) {
-        _ if begun.elapsed() > MINIMISE => false,
-        Ok(Some(symptom)) => symptom.place.starts_with("no end in") || symptom.place == again.place,
-        Ok(None) => false,
-        Err(error) => {
-            broken.get_or_insert(error);
-            false
-        }
-    };
-    let least = minimise(&bytes, 20_000, &mut fails);
-    if let Some(error) = broken {
-        return Err(error);
-    }
-    println!(
-        "{target}, seed {seed}: {length} bytes come down to {} ({})",
-        least.len(),
-        again.place
-    );
-    println!("    const PROGRAM: [u8; {}] = {least:?};", least.len());
-    println!("    (\"{target}\", {seed}, {length}, \"{}\"),", again.message.replace('"', "'"));
-    Ok(())
-}
-
-fn minimise_one(target: &str, seed: &str, length: &str) -> Result<bool, Failed> {
-    let (target, seed, length) = (find(target)?.name, seed.parse()?, length.parse()?);
-    let folder = Folder::new()?;
-    let Some(symptom) = try_program(&folder, target, &seeded(seed, length), PATIENCE)? else {
-        println!("{target}, seed {seed}, {length} bytes: it does not fail");
-        return Ok(true);
-    };
-    shorten(&folder, &Finding { target, seed, length, symptom })?;
-    Ok(false)
 }
 
 /// The state shared by all cores.
@@ -353,17 +264,6 @@ fn soak(arguments: &[&str]) -> Result<bool, Failed> {
     })?;
     let table = lock(&table);
     table.print();
-    if !until_found {
-        println!();
-        let mut places = Vec::new();
-        for finding in &table.findings {
-            let place = (finding.target, &finding.symptom.place);
-            if !places.contains(&place) {
-                places.push(place);
-                shorten(&folder, finding)?;
-            }
-        }
-    }
     println!("{} findings", table.findings.len());
     Ok(table.findings.is_empty())
 }

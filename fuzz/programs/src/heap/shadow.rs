@@ -15,36 +15,14 @@
 //! * the heap's own self-check passes.
 #![expect(clippy::panic, reason = "a model says what is wrong by panicking")]
 
-use std::collections::BTreeMap;
-
+use crate::program::Bytes;
 use aquifer_heap::{Config, Extent, Heap, HeapBlock, HeapError, Range};
-use std::ops::ControlFlow;
+use std::{collections::BTreeMap, ops::ControlFlow};
 
 /// Units of a window.
-pub(crate) const WINDOW: u64 = 512;
+const WINDOW: u64 = 512;
 /// How many windows there are.
-pub(crate) const WINDOWS: usize = 4;
-
-/// One step of a program. Numbers that are out of bounds wrap around.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Op {
-    /// `add` or `add_segment`.
-    Add { window: u8, at: u16, units: u16, stamp: u16, segment: bool },
-    /// `remove`.
-    Remove { window: u8, at: u16, units: u16 },
-    /// `alloc` of `units` units less `short` bytes, aligned to `1 << align` bytes.
-    Alloc { units: u16, short: u8, align: u8 },
-    /// `alloc_at`.
-    AllocAt { window: u8, at: u16, units: u16 },
-    /// `free` or `free_block` of a live block.
-    Free { which: u16, stamp: u16, by_note: bool },
-    /// `free` of any address.
-    FreeAnywhere { window: u8, at: u16, inside: u8 },
-    /// `free_block` with the note of a block that was freed.
-    FreeStale { which: u16 },
-    /// `resize_in_place` of a live block.
-    Resize { which: u16, units: u16, short: u8, stamp: u16 },
-}
+const WINDOWS: usize = 4;
 
 /// What the model knows of one unit.
 #[derive(Clone, Copy, Default)]
@@ -60,7 +38,7 @@ struct Cell {
 
 /// A heap and its model.
 pub(crate) struct Shadow {
-    pub(crate) heap: Heap,
+    heap: Heap,
     windows: Vec<(u64, Vec<Cell>)>,
     live: BTreeMap<u64, HeapBlock>,
     freed: Vec<HeapBlock>,
@@ -108,28 +86,35 @@ impl Shadow {
         }
     }
 
-    /// Runs `op` and checks everything.
-    pub(crate) fn apply(&mut self, op: Op) {
+    /// Performs one operation and checks everything. Numbers that are out of bounds wrap around.
+    pub(crate) fn step(&mut self, bytes: &mut Bytes<'_>) {
         let before = self.sight();
-        let changed = match op {
-            Op::Add { window, at, units, stamp, segment } => {
-                self.add(self.range(window, at, units), stamp.into(), segment)
+        let changed = match bytes.choice(16) {
+            0 => {
+                let range = self.place(bytes);
+                let (stamp, segment) = (bytes.u16(), bytes.flag());
+                self.add(range, stamp.into(), segment)
             }
-            Op::Remove { window, at, units } => self.remove(self.range(window, at, units), &before),
-            Op::Alloc { units, short, align } => {
-                self.alloc(self.bytes(units, short), 1 << (align % 17), &before)
+            1 => self.remove(self.place(bytes), &before),
+            which @ 2..=7 => {
+                let size = self.size(bytes);
+                let align = if which == 7 { bytes.u8() } else { 0 };
+                self.alloc(size, 1 << (align % 17), &before)
             }
-            Op::AllocAt { window, at, units } => {
-                self.alloc_at(self.range(window, at, units), &before)
+            8 => self.alloc_at(self.place(bytes), &before),
+            9..=12 => {
+                let (which, stamp, by_note) = (bytes.u16(), bytes.u16(), bytes.flag());
+                self.free(which, stamp.into(), by_note)
             }
-            Op::Free { which, stamp, by_note } => self.free(which, stamp.into(), by_note),
-            Op::FreeAnywhere { window, at, inside } => {
-                let address = self.range(window, at, 1).start + u64::from(inside) % self.unit();
+            13 => {
+                let start = self.range(bytes.u8(), bytes.u16(), 1).start;
+                let address = start + u64::from(bytes.u8()) % self.unit();
                 self.free_anywhere(address, self.largest_stamp)
             }
-            Op::FreeStale { which } => self.free_stale(which),
-            Op::Resize { which, units, short, stamp } => {
-                self.resize(which, self.bytes(units, short), stamp.into(), &before)
+            14 => self.free_stale(bytes.u16()),
+            _ => {
+                let (which, size) = (bytes.u16(), self.size(bytes));
+                self.resize(which, size, bytes.u16().into(), &before)
             }
         };
         let after = self.sight();
@@ -160,16 +145,20 @@ impl Shadow {
     }
 
     /// A range inside a window.
-    fn range(&self, window: u8, at: u16, units: u16) -> Range {
+    pub(crate) fn range(&self, window: u8, at: u16, units: u16) -> Range {
         let at = u64::from(at) % WINDOW;
         let units = 1 + (u64::from(units).max(1) - 1) % (WINDOW - at);
         let (base, _) = self.windows[usize::from(window) % WINDOWS];
         Range::new(base + at * self.unit(), units * self.unit())
     }
 
-    fn bytes(&self, units: u16, short: u8) -> u64 {
-        let units = 1 + u64::from(units) % WINDOW;
-        units * self.unit() - u64::from(short) % self.unit()
+    fn place(&self, bytes: &mut Bytes<'_>) -> Range {
+        self.range(bytes.u8(), bytes.u16(), bytes.small())
+    }
+
+    fn size(&self, bytes: &mut Bytes<'_>) -> u64 {
+        let (units, short) = (bytes.small(), bytes.u8());
+        (1 + u64::from(units) % WINDOW) * self.unit() - u64::from(short) % self.unit()
     }
 
     /// The cells of a range, lowest first. It lies in one window.
@@ -205,7 +194,7 @@ impl Shadow {
         Sight { managed: heap.managed_bytes(), live, blocks, extents }
     }
 
-    fn add(&mut self, range: Range, stamp: u64, segment: bool) -> bool {
+    pub(crate) fn add(&mut self, range: Range, stamp: u64, segment: bool) -> bool {
         let clash = self.cells(range).iter().any(|cell| cell.managed);
         let added =
             if segment { self.heap.add_segment(range, stamp) } else { self.heap.add(range, stamp) };

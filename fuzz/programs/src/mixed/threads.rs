@@ -1,5 +1,4 @@
-//! Operations of programs with threads: staged transfers, and phases in which threads run
-//! concurrently.
+//! Phases in which threads run concurrently.
 
 use super::{Live, Owner, World, went};
 use crate::{
@@ -8,7 +7,6 @@ use crate::{
 };
 use aquifer_device::{Block, DeviceBuffer, DevicePool, Request};
 use aquifer_driver::{Access, Call, sim::Sim};
-use aquifer_host::{PinnedPool, StageError, Stager, StagerConfig, region::Host};
 use aquifer_stream::Stream;
 use std::{thread, time::Duration};
 
@@ -26,44 +24,7 @@ const STALLS: [Call; 6] = [
     Call::MemAlloc,
 ];
 
-pub(super) fn stager(host: &Host, pinned: &PinnedPool, pool: &DevicePool) -> Stager {
-    let mut config = StagerConfig::default();
-    (config.slot, config.least_chunk) = (16 << 10, 4096);
-    (config.direct, config.down_direct) = (1024, 512);
-    (config.alone, config.down_alone) = (4096, 3072);
-    (config.up_workers, config.down_workers, config.slots) = (1, 1, 2);
-    match Stager::new(host, pinned, pool.streams(), config) {
-        Ok(stager) => stager,
-        Err(refused) => panic!("no stager on an idle device: {refused}"),
-    }
-}
-
 impl World {
-    /// Uploads a block and downloads it again through the stager.
-    pub(super) fn stage(&mut self, bytes: &mut Bytes<'_>) {
-        let byte = bytes.u8();
-        let at =
-            self.live.iter().position(|live| live.owner == 0 && live.buffer.len() <= 128 << 10);
-        let (Some(stager), Some(at)) = (&self.stager, at) else { return };
-        let Live { buffer, content, .. } = &mut self.live[at];
-        let up = vec![byte; buffer.len()];
-        let mut down = vec![!byte; buffer.len()];
-        *content = None;
-        let moved = stager.scope(|s| s.upload(&up, buffer).map(drop)).and_then(|taken| taken);
-        let moved = moved.and_then(|()| {
-            stager.scope(|s| s.download(buffer, &mut down).map(drop)).and_then(|t| t)
-        });
-        match moved {
-            Ok(()) => {
-                assert!(up == down, "bytes were lost on the way");
-                *content = Some(byte);
-            }
-            // A failing call, an open use, or no memory for slots.
-            Err(StageError::Memory(refused)) => drop(went::<()>(Err(refused))),
-            Err(other) => panic!("{other}"),
-        }
-    }
-
     /// Runs one thread per pool that allocates, uses and frees on a stream of the pool and on its
     /// own default stream, while limits change and a driver call may stall. The program keeps the
     /// blocks that the threads still hold.

@@ -3,13 +3,12 @@
 //! The programs can share one process: each holds what it needs of the process's state.
 
 mod agree;
-mod minimise;
 mod regressions;
 
 use aquifer_programs::{
     park,
     program::{length, seeded},
-    targets,
+    targets::{self, TARGETS},
 };
 
 macro_rules! programs {
@@ -66,4 +65,9 @@ fn no_program_breaks_a_promise_of_parkable_memory() {
         (parks, resumes) = (parks + parked, resumes + resumed);
     }
     assert!(parks > 400 && resumes > 200, "{parks} parks and {resumes} resumes had blocks to move");
+}
+
+#[test]
+fn targets_have_names_of_their_own() {
+    assert!(TARGETS.is_sorted_by(|one, other| one.name < other.name));
 }

@@ -1,7 +1,7 @@
 //! Programs that once broke a promise, each by the name of the promise.
 //!
-//! `ci/soak` prints the line for what it finds. The bytes are those of `program::seeded(seed,
-//! length)`.
+//! `ci/soak` prints the seed and the length of what it finds. The bytes are those of
+//! `program::seeded(seed, length)`.
 
 use aquifer_programs::{program::seeded, targets};
 
