@@ -112,7 +112,7 @@ pub mod host {
     pub use aquifer_host::{
         Grow, PinnedStats,
         region::{Host, PageTier, PinnedBy, Pinning, RegionReport},
-        topology::{NodeId, Strain, Topology},
+        topology::{Found, NodeId, Topology},
     };
 }
 

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `ceiling` | a budget above ours for one memory, limited to what the outside leaves |
 //! | `keep_free` | devices: reads the driver's free memory and reacts |
-//! | `host` | the host: reads control groups, stalls and free memory, and reacts |
+//! | `host` | the host: reads what control groups and nodes have left, and reacts |
 //! | `report` | [`Pressure`]: what was seen and done |
 //! | `watch_thread` | the watch thread |
 //!

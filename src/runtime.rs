@@ -248,9 +248,8 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Watches the host's memory on a thread: control groups, stalls and the free memory of the
-    /// nodes. It reads them once a second, four times a second while memory is scarce, and at once
-    /// when the kernel signals stalls.
+    /// Watches the host's memory on a thread: control groups and the free memory of the nodes. It
+    /// reads them once a second, and four times a second while memory is scarce.
     ///
     /// [`Runtime::pressure`] reports what was seen. Unless set, `AQUIFER_WATCH_HOST=1` starts a
     /// watch with [the default](HostWatch::default) thresholds.
@@ -509,10 +508,8 @@ fn pinned_pools(
     budget: &Budget,
     config: &PinnedConfig,
 ) -> Result<(Host, Vec<PinnedPool>, Vec<usize>)> {
-    let nodes: Vec<Option<NodeId>> = pools
-        .iter()
-        .map(|pool| topology.memory_near_device(pool.info()).ok().and_then(|found| found.value))
-        .collect();
+    let nodes: Vec<Option<NodeId>> =
+        pools.iter().map(|pool| topology.memory_near_device(pool.info()).ok().flatten()).collect();
     let mut host = Host::new(topology, kernel.clone());
     if let (Some(driver), Some(first)) = (driver, pools.first()) {
         host = host.with_driver(driver.clone(), first.device());

@@ -91,7 +91,7 @@ impl Bed {
         let pool = DevicePool::open(driver.clone(), device, PoolConfig::default())?;
         let topology = topology.with_devices([pool.info()]);
         let mut near = PinnedConfig::default();
-        near.node = topology.memory_near_device(pool.info()).ok().and_then(|found| found.value);
+        near.node = topology.memory_near_device(pool.info()).ok().flatten();
         let host = Host::new(topology, Kernel::new()).with_driver(driver.clone(), device);
         let pinned = PinnedPool::new(&host, &Budget::unlimited("pinned"), near)?;
         let stager = Stager::new(&host, &pinned, pool.streams(), config)?;

@@ -183,7 +183,7 @@ impl Member {
         let top = budget.root();
         let exclusive_budget = !others.clone().any(|other| other.is(&budget));
         let shares_root = others.clone().any(|other| other.root().is(&top));
-        let node = topology.node_of_device(pool.info()).ok().and_then(|found| found.value);
+        let node = topology.node_of_device(pool.info()).ok().flatten();
         Self {
             device: pool.device(),
             compute_capability: pool.info().compute_capability,

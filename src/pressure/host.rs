@@ -16,7 +16,7 @@ use aquifer_core::{MemoryError, Result};
 use aquifer_host::{
     PinnedPool,
     kernel::Kernel,
-    topology::{GroupEvents, Stalls, Strain, Topology, TopologyError},
+    topology::{Found, Topology, TopologyError},
 };
 use std::{
     fmt,
@@ -32,16 +32,13 @@ const NOMINAL_INTERVAL: Duration = Duration::from_secs(1);
 const PRESSURE_INTERVAL: Duration = Duration::from_millis(250);
 /// Consecutive readings with a lower result after which the level falls by one.
 const CALM_READINGS: u32 = 4;
-/// The level is a warning if some thread waited for memory for one part in this many of the time
-/// since the last reading. The averages of ten seconds show that later.
-const STALLED_PART: u32 = 10;
 /// How long reclaimers other than our pools may take.
 const RECLAIM_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// The hook that is called when the level of the host has changed. Its arguments are the old level,
 /// the new level and the reading. It runs on the watch thread, with no lock held. A panic is
 /// counted and otherwise ignored.
-type HostHook = dyn Fn(Level, Level, &Strain) + Send + Sync;
+type HostHook = dyn Fn(Level, Level, &Found<u64>) + Send + Sync;
 
 /// The thresholds at which host memory counts as scarce. Shares are of the host's memory, or of the
 /// tightest limit of the process's control groups.
@@ -68,12 +65,6 @@ pub struct HostWatch {
     /// How much more than the threshold has to be left before the level falls again, in per cent.
     /// Default 2.
     pub slack: u64,
-    /// The share of the last ten seconds in which some thread waited for memory, in per cent, from
-    /// which the level is a warning. Default 10.
-    pub some_stalls: u32,
-    /// The share of the last ten seconds in which all threads waited for memory, in per cent, from
-    /// which the level is critical. Default 10.
-    pub full_stalls: u32,
     /// Whether pinned memory is released at once when the level is critical, although that stalls
     /// the devices. Default `false`. Without a device nothing stalls, and memory is released at
     /// once in any case.
@@ -83,15 +74,7 @@ pub struct HostWatch {
 
 impl Default for HostWatch {
     fn default() -> Self {
-        Self {
-            warning_left: 10,
-            critical_left: 5,
-            slack: 2,
-            some_stalls: 10,
-            full_stalls: 10,
-            may_stall: false,
-            hook: None,
-        }
+        Self { warning_left: 10, critical_left: 5, slack: 2, may_stall: false, hook: None }
     }
 }
 
@@ -100,7 +83,7 @@ impl HostWatch {
     #[must_use]
     pub fn on_level(
         mut self,
-        hook: impl Fn(Level, Level, &Strain) + Send + Sync + 'static,
+        hook: impl Fn(Level, Level, &Found<u64>) + Send + Sync + 'static,
     ) -> Self {
         self.hook = Some(Arc::new(hook));
         self
@@ -108,36 +91,14 @@ impl HostWatch {
 
     /// Returns the level for one reading alone. `now` is the current level: falling below it takes
     /// some slack.
-    fn level(
-        &self,
-        now: Level,
-        total: u64,
-        left: Option<u64>,
-        new_events: GroupEvents,
-        reading: &StallReading,
-    ) -> Level {
-        let per_cent = |share: u64| total / 100 * share;
+    fn level(&self, now: Level, total: u64, left: Option<u64>) -> Level {
         let below = |share: u64, at: Level| {
             let share = if now >= at { share + self.slack } else { share };
-            left.is_some_and(|left| left < per_cent(share))
+            left.is_some_and(|left| left < total / 100 * share)
         };
-        // The averages decay over ten seconds. A level ends when they fall to half of the
-        // threshold.
-        let stalled = |share: u32, threshold: u32, at: Level| {
-            let threshold = threshold * 100;
-            threshold > 0 && share >= if now >= at { threshold / 2 } else { threshold }
-        };
-        let Stalls { some, full, .. } = reading.stalls;
-        if below(self.critical_left, Level::Critical)
-            || new_events.max + new_events.oom + new_events.oom_kill > 0
-            || stalled(full, self.full_stalls, Level::Critical)
-        {
+        if below(self.critical_left, Level::Critical) {
             Level::Critical
-        } else if below(self.warning_left, Level::Warning)
-            || new_events.high > 0
-            || reading.alarm
-            || stalled(some, self.some_stalls, Level::Warning)
-        {
+        } else if below(self.warning_left, Level::Warning) {
             Level::Warning
         } else {
             Level::Nominal
@@ -151,20 +112,10 @@ impl fmt::Debug for HostWatch {
             .field("warning_left", &self.warning_left)
             .field("critical_left", &self.critical_left)
             .field("slack", &self.slack)
-            .field("some_stalls", &self.some_stalls)
-            .field("full_stalls", &self.full_stalls)
             .field("may_stall", &self.may_stall)
             .field("hook", &self.hook.is_some())
             .finish()
     }
-}
-
-/// What a reading reports about stalls.
-#[derive(Clone, Copy, Default, Debug)]
-struct StallReading {
-    stalls: Stalls,
-    /// Whether threads waited long since the last reading.
-    alarm: bool,
 }
 
 /// State between readings.
@@ -173,7 +124,6 @@ struct LevelState {
     level: Level,
     /// Consecutive readings below the level.
     calm: u32,
-    events: Option<GroupEvents>,
 }
 
 /// The result of a reading.
@@ -186,27 +136,13 @@ struct Assessment {
 
 impl LevelState {
     fn start() -> Self {
-        Self { level: Level::Nominal, calm: 0, events: None }
+        Self { level: Level::Nominal, calm: 0 }
     }
 
     /// Evaluates a reading. The level rises at once. It falls by one after [`CALM_READINGS`]
     /// consecutive lower readings.
-    fn assess(
-        &mut self,
-        watch: &HostWatch,
-        total: u64,
-        strain: &Strain,
-        alarm: bool,
-    ) -> Assessment {
-        let events = strain.events.value;
-        let new_events = self
-            .events
-            .zip(events)
-            .map_or(GroupEvents::default(), |(before, now)| new_events(before, now));
-        self.events = events;
-        let left = strain.headroom.bytes.value;
-        let reading = StallReading { stalls: strain.stalls.value.unwrap_or_default(), alarm };
-        let level = watch.level(self.level, total, left, new_events, &reading);
+    fn assess(&mut self, watch: &HostWatch, total: u64, left: Option<u64>) -> Assessment {
+        let level = watch.level(self.level, total, left);
         if level < self.level {
             self.calm += 1;
             if self.calm >= CALM_READINGS {
@@ -221,22 +157,11 @@ impl LevelState {
             left.map_or(0, |left| per_cent(watch.warning_left + watch.slack).saturating_sub(left));
         let wanted = match self.level {
             Level::Nominal => 0,
-            // Memory is scarce although enough is left: other processes stall, and releasing ours
-            // eases that.
-            Level::Warning => short.max(per_cent(1)),
+            Level::Warning => short,
             Level::Critical => u64::MAX,
         };
         Assessment { level: self.level, wanted }
     }
-}
-
-fn new_events(before: GroupEvents, now: GroupEvents) -> GroupEvents {
-    let mut new_events = GroupEvents::default();
-    new_events.high = now.high.saturating_sub(before.high);
-    new_events.max = now.max.saturating_sub(before.max);
-    new_events.oom = now.oom.saturating_sub(before.oom);
-    new_events.oom_kill = now.oom_kill.saturating_sub(before.oom_kill);
-    new_events
 }
 
 fn lower(level: Level) -> Level {
@@ -298,7 +223,7 @@ pub(crate) struct WatchedHost {
 #[derive(Default)]
 struct HostStatus {
     report: HostPressure,
-    last_reading: Option<(Strain, Instant)>,
+    last_reading: Option<(Found<u64>, Instant)>,
 }
 
 impl WatchedHost {
@@ -353,8 +278,8 @@ impl WatchedHost {
     pub(crate) fn report(&self, pressure: &mut Pressure) {
         let status = lock(&self.status);
         let mut report = status.report.clone();
-        let reading = |(strain, at): &(Strain, Instant)| HostReading {
-            strain: strain.clone(),
+        let reading = |(headroom, at): &(Found<u64>, Instant)| HostReading {
+            headroom: headroom.clone(),
             age: at.elapsed(),
         };
         report.reading = status.last_reading.as_ref().map(reading);
@@ -373,32 +298,28 @@ struct HostMonitor {
 
 impl HostMonitor {
     fn read(&mut self) -> std::result::Result<Duration, TopologyError> {
-        let total = self.topology.host_memory()?.value.unwrap_or(0);
+        let total = self.topology.host_memory()?.unwrap_or(0);
         let before = self.state.level;
         let ceiling = &self.pinned.ceiling;
         let critical = total / 100 * self.watch.critical_left;
         // The figure is read within `follow`, so that the ceiling matches the count of that moment.
-        let strain = ceiling.follow(critical, || {
-            let strain = self.topology.strain()?;
-            let left = strain.headroom.bytes.value.unwrap_or(u64::MAX);
-            Ok::<_, TopologyError>((strain, left))
+        let headroom = ceiling.follow(critical, || {
+            let headroom = self.topology.headroom()?;
+            let left = headroom.value.unwrap_or(u64::MAX);
+            Ok::<_, TopologyError>((headroom, left))
         })?;
-        let waited = |strain: &Strain| strain.stalls.value.unwrap_or_default().some_total;
-        let alarm = lock(&self.status).last_reading.as_ref().is_some_and(|(before, at)| {
-            waited(&strain).saturating_sub(waited(before)) * STALLED_PART > at.elapsed()
-        });
-        let Assessment { level, wanted } = self.state.assess(&self.watch, total, &strain, alarm);
+        let left = headroom.value;
+        let Assessment { level, wanted } = self.state.assess(&self.watch, total, left);
         {
             let mut status = lock(&self.status);
             status.report.looks += 1;
-            status.report.alarms += u64::from(alarm);
             status.report.rises += u64::from(level > before);
             status.report.level = level;
             status.report.wanted = wanted;
-            status.last_reading = Some((strain.clone(), Instant::now()));
+            status.last_reading = Some((headroom.clone(), Instant::now()));
         }
         if level != before {
-            self.call_hook(before, level, &strain);
+            self.call_hook(before, level, &headroom);
         }
         if level == Level::Critical && self.watch.may_stall {
             let released = self.pinned.release(wanted).unwrap_or(0);
@@ -407,9 +328,9 @@ impl HostMonitor {
         Ok(if level == Level::Nominal { NOMINAL_INTERVAL } else { PRESSURE_INTERVAL })
     }
 
-    fn call_hook(&self, before: Level, level: Level, strain: &Strain) {
+    fn call_hook(&self, before: Level, level: Level, headroom: &Found<u64>) {
         let Some(hook) = &self.watch.hook else { return };
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| hook(before, level, strain))) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| hook(before, level, headroom))) {
             // The payload is leaked, since dropping it may panic again.
             let _leaked = ManuallyDrop::new(panic);
             lock(&self.status).report.panics += 1;
@@ -431,99 +352,46 @@ fn lock(status: &Mutex<HostStatus>) -> MutexGuard<'_, HostStatus> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aquifer_host::topology::{Found, Headroom, Provenance};
 
     const ALL: u64 = 1000 << 20;
 
-    /// A reading: the share left, `some` and `full`, each in per cent, and the counts of
-    /// `memory.max` and `memory.high` events.
-    #[derive(Clone, Copy)]
-    struct Reading(u64, u32, u32, u64, u64);
-
-    fn strain(template: &Strain, Reading(left, some, full, max, high): Reading) -> Strain {
-        let mut strain = template.clone();
-        strain.headroom.bytes = Found::known(ALL / 100 * left, Provenance::Nobody);
-        let mut stalls = Stalls::default();
-        (stalls.some, stalls.full) = (some * 100, full * 100);
-        strain.stalls = Found::known(stalls, Provenance::Nobody);
-        let mut events = GroupEvents::default();
-        (events.max, events.high) = (max, high);
-        strain.events = Found::known(events, Provenance::Nobody);
-        strain
-    }
-
-    fn any() -> Strain {
-        let mut strain = Topology::read().unwrap().strain().unwrap();
-        let Headroom { bytes, .. } = &mut strain.headroom;
-        *bytes = Found::unknown(Provenance::Nobody);
-        (strain.stalls, strain.events) =
-            (Found::unknown(Provenance::Nobody), Found::unknown(Provenance::Nobody));
-        strain
-    }
-
     #[test]
-    fn each_source_raises_the_level_at_once_and_it_falls_stepwise_after_calm_readings() {
+    fn what_is_left_raises_the_level_at_once_and_it_falls_stepwise_after_calm_readings() {
         use Level::{Critical, Nominal, Warning};
-        let (watch, template) = (HostWatch::default(), any());
-        let calm = Reading(50, 0, 0, 0, 0);
-        // Each step: a reading, whether the alarm went off, and the level after it.
+        let watch = HostWatch::default();
+        // Each step: the share left in per cent, and the level after it.
         for (name, steps) in [
-            (
-                "little is left",
-                vec![(calm, false, Nominal), (Reading(9, 0, 0, 0, 0), false, Warning)],
-            ),
-            ("hardly any is left", vec![(Reading(4, 0, 0, 0, 0), false, Critical)]),
-            ("the edge itself is none", vec![(Reading(10, 0, 0, 0, 0), false, Nominal)]),
-            ("some wait", vec![(Reading(50, 10, 9, 0, 0), false, Warning)]),
-            ("all wait", vec![(Reading(50, 10, 10, 0, 0), false, Critical)]),
-            ("threads waited", vec![(calm, true, Warning)]),
-            ("counts of before", vec![(Reading(50, 0, 0, 7, 9), false, Nominal)]),
-            (
-                "a limit is met",
-                vec![
-                    (Reading(50, 0, 0, 7, 0), false, Nominal),
-                    (Reading(50, 0, 0, 8, 0), false, Critical),
-                ],
-            ),
-            ("held up", vec![(calm, false, Nominal), (Reading(50, 0, 0, 0, 1), false, Warning)]),
+            ("little is left", vec![(50, Nominal), (9, Warning)]),
+            ("hardly any is left", vec![(4, Critical)]),
+            ("the edge itself is none", vec![(10, Nominal)]),
             (
                 "within the slack it stays, and beyond it falls after four readings",
-                [
-                    vec![(Reading(9, 0, 0, 0, 0), false, Warning)],
-                    vec![(Reading(11, 0, 0, 0, 0), false, Warning); 8],
-                ]
-                .concat()
-                .into_iter()
-                .chain([(Reading(12, 0, 0, 0, 0), false, Warning); 3])
-                .chain([(Reading(12, 0, 0, 0, 0), false, Nominal)])
-                .collect(),
+                [vec![(9, Warning)], vec![(11, Warning); 8], vec![(12, Warning); 3]]
+                    .concat()
+                    .into_iter()
+                    .chain([(12, Nominal)])
+                    .collect(),
             ),
             (
                 "by one at a time",
-                [(Reading(4, 0, 0, 0, 0), false, Critical)]
+                [vec![(4, Critical)], vec![(50, Critical); 3], vec![(50, Warning); 4]]
+                    .concat()
                     .into_iter()
-                    .chain([(calm, false, Critical); 3])
-                    .chain([(calm, false, Warning); 4])
-                    .chain([(calm, false, Nominal)])
+                    .chain([(50, Nominal)])
                     .collect(),
             ),
             (
                 "a reading that is not calm restarts the count",
-                vec![
-                    (Reading(9, 0, 0, 0, 0), false, Warning),
-                    (calm, false, Warning),
-                    (calm, false, Warning),
-                    (calm, true, Warning),
-                    (calm, false, Warning),
-                    (calm, false, Warning),
-                    (calm, false, Warning),
-                    (calm, false, Nominal),
-                ],
+                [vec![(9, Warning)], vec![(50, Warning); 2], vec![(9, Warning)]]
+                    .concat()
+                    .into_iter()
+                    .chain([(50, Warning), (50, Warning), (50, Warning), (50, Nominal)])
+                    .collect(),
             ),
         ] {
             let mut state = LevelState::start();
-            for (step, (read, alarm, level)) in steps.into_iter().enumerate() {
-                let assessment = state.assess(&watch, ALL, &strain(&template, read), alarm);
+            for (step, (left, level)) in steps.into_iter().enumerate() {
+                let assessment = state.assess(&watch, ALL, Some(ALL / 100 * left));
                 assert_eq!(assessment.level, level, "{name}, step {step}");
             }
         }
@@ -531,19 +399,14 @@ mod tests {
 
     #[test]
     fn the_missing_bytes_are_wanted_and_all_bytes_if_the_level_is_critical() {
-        let (watch, template) = (HostWatch::default(), any());
-        let wanted = |read, alarm| {
-            LevelState::start().assess(&watch, ALL, &strain(&template, read), alarm).wanted
+        let watch = HostWatch::default();
+        let wanted = |left: Option<u64>| {
+            let left = left.map(|share| ALL / 100 * share);
+            LevelState::start().assess(&watch, ALL, left).wanted
         };
-        assert_eq!(wanted(Reading(50, 0, 0, 0, 0), false), 0);
-        assert_eq!(
-            wanted(Reading(9, 0, 0, 0, 0), false),
-            ALL / 100 * 3,
-            "up to where the level falls"
-        );
-        assert_eq!(wanted(Reading(50, 0, 0, 0, 0), true), ALL / 100, "stalls of other processes");
-        assert_eq!(wanted(Reading(1, 0, 0, 0, 0), false), u64::MAX);
-        let unknown = LevelState::start().assess(&watch, 0, &template, false);
-        assert_eq!(unknown.wanted, 0, "an unknown figure is no pressure");
+        assert_eq!(wanted(Some(50)), 0);
+        assert_eq!(wanted(Some(9)), ALL / 100 * 3, "up to where the level falls");
+        assert_eq!(wanted(Some(1)), u64::MAX);
+        assert_eq!(wanted(None), 0, "an unknown figure is no pressure");
     }
 }

@@ -42,7 +42,7 @@ impl ParentBudgets {
         infos: &[DeviceInfo],
         topology: &Topology,
     ) -> Result<Self> {
-        let left = topology.headroom()?.bytes.value.unwrap_or(UNKNOWN_HOST);
+        let left = topology.headroom()?.value.unwrap_or(UNKNOWN_HOST);
         let mut most = None;
         if let Some(driver) = driver {
             for info in infos.iter().filter(|info| info.integrated) {

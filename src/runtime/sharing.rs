@@ -3,7 +3,7 @@
 use crate::placement::memory_of;
 use aquifer_core::{Bytes, MemoryError, Result};
 use aquifer_driver::{DeviceInfo, Driver};
-use aquifer_host::topology::{Found, Node, Provenance, Topology};
+use aquifer_host::topology::{Found, Topology};
 use aquifer_status::ledger::{
     Ledger, LedgerError, LedgerMemory, Share, SharedBudget, folder_of_environment,
 };
@@ -33,8 +33,8 @@ fn refused(error: &LedgerError, cap: &Found<u64>) -> MemoryError {
         },
         LedgerError::GuaranteeAboveLimit { guarantee, limit } => {
             let source = match &cap.source {
-                source if cap.value == Some(*limit) => source.to_string(),
-                _ => "the program's budget".to_owned(),
+                source if cap.value == Some(*limit) => source,
+                _ => "the program's budget",
             };
             let (guarantee, limit) = (Bytes(*guarantee), Bytes(*limit));
             MemoryError::BadSetting {
@@ -55,12 +55,7 @@ fn refused(error: &LedgerError, cap: &Found<u64>) -> MemoryError {
 /// memory of GPUs is left out where the kernel reports it, which it does to all of them. The driver
 /// reports that of the devices that a process uses.
 pub(super) fn pinned_capacity(topology: &Topology) -> u64 {
-    let is_host = |node: &&Node| {
-        let found = &node.device_memory;
-        found.value != Some(true) || matches!(found.source, Provenance::Driver(_))
-    };
-    let memory: u64 = topology.nodes().iter().filter(is_host).filter_map(|node| node.memory).sum();
-    memory / 2
+    topology.memory_by_kernel() / 2
 }
 
 impl Sharing {
@@ -68,7 +63,7 @@ impl Sharing {
     /// `off`.
     pub(super) fn resolve(mut self) -> Result<Self> {
         if self.folder.is_none() && (self.devices.is_some() || self.pinned.is_some()) {
-            let uncapped = Found::unknown(Provenance::Nobody);
+            let uncapped = Found::unknown("no source");
             self.folder = folder_of_environment().map_err(|error| refused(&error, &uncapped))?;
         }
         Ok(self)

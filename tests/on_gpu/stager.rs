@@ -5,7 +5,6 @@ use crate::first_gpu::{self, RuntimeInTurn};
 use aquifer::{
     DeviceBuffer, DevicePool, FileSource, Stager, StagerConfig, Stream, staging::ReadMode,
 };
-use aquifer_host::Stores;
 use std::{env, fs, process, thread};
 
 const MIB: usize = 1 << 20;
@@ -50,9 +49,7 @@ fn bytes_go_up_and_down_at_every_size() {
     let s = gpu.pool().stream().unwrap();
     let mut small = StagerConfig::default();
     (small.slot, small.least_chunk, small.direct) = (MIB, 64 << 10, 4096);
-    let mut cached = small.clone();
-    cached.stores = Stores::Cached;
-    for config in [StagerConfig::default(), small, cached] {
+    for config in [StagerConfig::default(), small] {
         let stager = gpu.stager(config);
         for bytes in [
             1,

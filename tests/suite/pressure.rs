@@ -330,8 +330,8 @@ fn a_host_that_runs_out_holds_pinned_pools_and_has_them_give_back_at_a_quiet_poi
     let sim = Sim::h200(1);
     let told: Arc<Mutex<Vec<(Level, Level, u64)>>> = Arc::default();
     let hear = told.clone();
-    let watch = HostWatch::default().on_level(move |from, to, strain| {
-        hear.lock().unwrap().push((from, to, strain.headroom.bytes.value.unwrap() / MIB));
+    let watch = HostWatch::default().on_level(move |from, to, headroom| {
+        hear.lock().unwrap().push((from, to, headroom.value.unwrap() / MIB));
     });
     let builder = Runtime::builder().driver(sim.driver()).topology(machine.read()).pinned(small());
     let rt = builder.pinned_budget(64 << 20).watch_host(watch).build().unwrap();
@@ -345,7 +345,7 @@ fn a_host_that_runs_out_holds_pinned_pools_and_has_them_give_back_at_a_quiet_poi
     leave(&machine, 6);
     eventually(|| host().level == Level::Warning);
     assert_eq!(host().wanted, 6 * MIB, "up to 12 per cent");
-    assert_eq!(host().reading.unwrap().strain.headroom.bytes.value, Some(6 * MIB));
+    assert_eq!(host().reading.unwrap().headroom.value, Some(6 * MIB));
     assert!(pinned.stats().memory.cached >= 16 * MIB, "nobody has said that the devices are quiet");
     assert!(rt.quiet_point().unwrap() >= 6 * MIB);
     assert!(host().given_back >= 6 * MIB && pinned.stats().memory.cached <= 12 * MIB);

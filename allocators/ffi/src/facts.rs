@@ -157,7 +157,7 @@ fn facts(shared: &SharedRuntime, pool: &DevicePool) -> CallResult<aq_device_fact
             .topology
             .memory_near_device(info)
             .ok()
-            .and_then(|found| found.value)
+            .flatten()
             .and_then(|node| i32::try_from(node.0).ok())
             .unwrap_or(-1),
         simulated: u32::from(shared.sim.is_some()),

@@ -5,8 +5,7 @@
 /// ```
 /// use aquifer_heap::{Config, Heap};
 ///
-/// // Blocks in registered host memory: no block may cross from one registration to the next.
-/// let heap = Heap::new(Config { border: 1 << 30, ..Config::host() });
+/// let heap = Heap::new(Config { small_max: 0, ..Config::host() });
 /// assert_eq!(heap.config().unit, 16);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -23,9 +22,6 @@ pub struct Config {
     /// Requests of at most this size get a slot of a slab. Larger ones get an exact block. A
     /// multiple of `unit`, at most half of `page`. Zero disables slabs.
     pub small_max: u64,
-    /// No block or free extent crosses a multiple of this length. A multiple of `unit`. Zero means
-    /// no border.
-    pub border: u64,
 }
 
 impl Config {
@@ -38,7 +34,7 @@ impl Config {
     /// by their key, and addresses are looked up only on slow paths.
     #[must_use]
     pub const fn device() -> Self {
-        Self { unit: 512, page: 64 << 10, grain: 16 << 20, small_max: 16 << 10, border: 0 }
+        Self { unit: 512, page: 64 << 10, grain: 16 << 20, small_max: 16 << 10 }
     }
 
     /// Returns the configuration for host memory: units of 16 bytes, the alignment of `malloc`, and
@@ -48,7 +44,7 @@ impl Config {
     /// their own, whose slots are freed without a lock.
     #[must_use]
     pub const fn host() -> Self {
-        Self { unit: 16, page: 64 << 10, grain: 64 << 10, small_max: 16 << 10, border: 0 }
+        Self { unit: 16, page: 64 << 10, grain: 64 << 10, small_max: 16 << 10 }
     }
 
     /// Checks that the configuration is valid.
@@ -57,7 +53,7 @@ impl Config {
     ///
     /// Panics if a field violates its documentation.
     pub(crate) fn check(&self) {
-        let Self { unit, page, grain, small_max, border } = *self;
+        let Self { unit, page, grain, small_max } = *self;
         assert!(unit.is_power_of_two(), "unit {unit} is not a power of two");
         assert!(
             page.is_power_of_two() && page >= unit && page / unit <= MAX_PAGE_UNITS,
@@ -71,7 +67,6 @@ impl Config {
             small_max.is_multiple_of(unit) && small_max <= page / 2,
             "small_max {small_max} is not a multiple of the unit, or above half of page {page}"
         );
-        assert!(border.is_multiple_of(unit), "border {border} is not a multiple of unit {unit}");
     }
 }
 

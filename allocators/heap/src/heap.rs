@@ -1,4 +1,4 @@
-//! The general allocator: add ranges, allocate blocks, free by address.
+//! The general allocator: add ranges, allocate blocks, free by key.
 
 use core::{fmt, iter::successors};
 
@@ -16,13 +16,12 @@ mod ranges;
 mod resize;
 
 pub use check::InvariantViolation;
-pub use observe::FreeExtents;
 
 /// An allocator for address ranges whose memory it never accesses.
 ///
 /// It starts empty. [`add`](Self::add) adds ranges, and [`remove`](Self::remove) removes free ones.
-/// [`alloc`](Self::alloc) and [`alloc_at`](Self::alloc_at) allocate blocks. [`free`](Self::free)
-/// and [`free_block`](Self::free_block) free them.
+/// [`alloc`](Self::alloc) and [`alloc_at`](Self::alloc_at) allocate blocks, and
+/// [`free_block`](Self::free_block) frees them.
 ///
 /// * `None` from [`alloc`](Self::alloc) is exact: no free extent fits the request.
 /// * A block of at most [`Config::small_max`] may share its slab with others. The free slots of a
@@ -39,7 +38,7 @@ pub use observe::FreeExtents;
 ///
 /// heap.free_block(&a, 1)?;
 /// assert_eq!(heap.free_block(&a, 2), Err(HeapError::DoubleFree { address: a.address }));
-/// assert_eq!(heap.free(7, 2), Err(HeapError::Foreign { address: 7 }));
+/// assert_eq!(heap.block_at(7), Err(HeapError::Foreign { address: 7 }));
 ///
 /// // Everything is free again, so the whole range can be removed.
 /// assert_eq!(heap.remove(Range::new(1 << 30, 1 << 20))?, 1);

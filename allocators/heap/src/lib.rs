@@ -8,7 +8,7 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | [`Heap`] | the general allocator: add ranges, allocate blocks, free by address |
+//! | [`Heap`] | the general allocator: add ranges, allocate blocks, free by key |
 //! | `classes` | size classes: steps of each doubling, of which slabs have eight |
 //! | `slab` | slabs: equal slots in one extent, with a bitmap |
 //! | `bins` | free extents by size: best fit in a bounded number of steps |
@@ -46,7 +46,7 @@
 //! assert_eq!(block.address % 512, 0);
 //!
 //! // Until this stamp, in the caller's own numbering, the bytes may still be in use.
-//! heap.free(block.address, 7)?;
+//! heap.free_block(&block, 7)?;
 //! let extent = heap.free_extents().next().ok_or("nothing free")?;
 //! assert_eq!((extent.range.len, extent.stamp), (64 << 20, 7));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -70,6 +70,6 @@ pub use bump::{Bump, Mark, StaleMark};
 pub use classes::{size_class, units_of_class};
 pub use config::Config;
 pub use error::HeapError;
-pub use heap::{FreeExtents, Heap, InvariantViolation};
-pub use range::{Extent, Freed, HeapBlock, Key, Range};
+pub use heap::{Heap, InvariantViolation};
+pub use range::{Extent, HeapBlock, Key, Range};
 pub use runs::Runs;

@@ -161,14 +161,3 @@ impl fmt::Debug for HeapBlock {
         f.debug_struct("Block").field("range", &self.range()).finish_non_exhaustive()
     }
 }
-
-/// The result of a free.
-///
-/// See the example of [`Heap`](crate::Heap).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Freed {
-    /// The actual size of the block.
-    pub bytes: u64,
-    /// The merged extent that now contains it. `None` if it returned to a slab that is kept.
-    pub extent: Option<Extent>,
-}

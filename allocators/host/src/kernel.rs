@@ -9,12 +9,11 @@ mod faults;
 
 pub use faults::{Faults, SystemCall};
 
-use crate::topology::{Bitmap, NodeId};
+use crate::topology::{IdSet, NodeId};
 use aquifer_core::SystemError;
 use nix::{
     errno::Errno,
     libc::{self, c_int, c_long, c_void},
-    sys::utsname::uname,
     time::{ClockId, clock_gettime},
 };
 use std::{
@@ -139,25 +138,6 @@ impl Kernel {
         }
     }
 
-    /// Returns the major and minor version of the running kernel (`uname`), or `None` if it is
-    /// unknown.
-    #[must_use]
-    pub fn version(&self) -> Option<(u32, u32)> {
-        if let Some(version) = self.faults.as_ref().and_then(|faults| faults.version()) {
-            return Some(version);
-        }
-        let name = uname().ok()?;
-        let mut parts = name.release().to_str()?.split(|c: char| !c.is_ascii_digit());
-        Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
-    }
-
-    /// Returns the maximum bytes of one registration, if the kernel has such a limit: Linux 6.11 to
-    /// 6.13 refuse long-term pins of 2 GiB or more.
-    #[must_use]
-    pub fn pin_limit(&self) -> Option<usize> {
-        self.version().filter(|version| ((6, 11)..=(6, 13)).contains(version)).map(|_| 2 << 30)
-    }
-
     /// Reserves addresses without memory (`mmap`, `PROT_NONE`).
     ///
     /// # Errors
@@ -261,9 +241,9 @@ impl Kernel {
     /// use.
     pub fn prefer(&self, span: Span, node: NodeId) -> Result<()> {
         self.intercept(SystemCall::Prefer)?;
-        let mask: Bitmap = [node.0].into_iter().collect();
+        let mask = IdSet::from_iter([node.0]).words();
         // The kernel uses one bit less than this count.
-        let bits = mask.words().len() * 64 + 1;
+        let bits = mask.len() * 64 + 1;
         // SAFETY: 1. the mask has that many bits less one. 2. a policy changes no memory.
         let answer = unsafe {
             libc::syscall(
@@ -271,7 +251,7 @@ impl Kernel {
                 span.start,
                 span.len,
                 MPOL_PREFERRED,
-                mask.words().as_ptr(),
+                mask.as_ptr(),
                 bits,
                 0,
             )
@@ -286,8 +266,22 @@ impl Kernel {
     /// `EINVAL` on kernels before 5.14; `EFAULT` if the pool of huge pages is exhausted; `ENOMEM`.
     pub fn populate(&self, span: Span) -> Result<Duration> {
         let simulated = self.intercept(SystemCall::Populate)?;
-        let took = fault_in(span, libc::MADV_POPULATE_WRITE)?;
-        Ok(simulated.unwrap_or(took))
+        // Wall time would include the time of other threads.
+        let start = thread_cpu_time()?;
+        loop {
+            // SAFETY: 1. populating does not change the visible contents of memory, whichever owner
+            // it has.
+            let answer =
+                unsafe { libc::madvise(span.pointer(), span.len, libc::MADV_POPULATE_WRITE) };
+            match check("madvise", answer) {
+                Err(e) if e.errno == libc::EINTR || e.errno == libc::EAGAIN => {}
+                answer => {
+                    answer?;
+                    let took = thread_cpu_time()?.saturating_sub(start);
+                    return Ok(simulated.unwrap_or(took));
+                }
+            }
+        }
     }
 
     /// Writes one zero to each page. Replaces [`Kernel::populate`] on kernels that do not support
@@ -309,36 +303,34 @@ impl Kernel {
     /// number: `-ENOENT` for a page that is not populated.
     ///
     /// While the kernel moves a page, for example to make room for huge pages, it also reports
-    /// `-ENOENT`. Pages that are resident (`mincore`) are waited for (`MADV_POPULATE_READ`) and
-    /// queried again.
+    /// `-ENOENT`. So it is asked again for some milliseconds.
     ///
     /// # Errors
     /// `EPERM` or `ENOSYS` if a sandbox refuses it.
     pub fn nodes_of(&self, pages: &[usize]) -> Result<Vec<c_int>> {
         self.intercept(SystemCall::Query)?;
-        let mut nodes = query_nodes(pages)?;
-        let simulated = self.faults.as_ref().map_or(0, |faults| faults.moving());
-        nodes.iter_mut().take(simulated).for_each(|node| *node = -libc::ENOENT);
-        for _ in 0..QUERY_RETRIES {
-            let is_moving =
-                |&place: &usize| nodes[place] == -libc::ENOENT && is_resident(pages[place]);
-            let moving: Vec<usize> = (0..pages.len()).filter(is_moving).collect();
-            if moving.is_empty() {
+        let mut nodes = vec![-libc::ENOENT; pages.len()];
+        for _ in 0..QUERIES {
+            // SAFETY: 1. both arrays have `pages.len()` elements. 2. without nodes nothing is
+            // moved. 3. the pages are looked up by address and not read.
+            let answer = unsafe {
+                libc::syscall(
+                    libc::SYS_move_pages,
+                    0,
+                    pages.len(),
+                    pages.as_ptr(),
+                    ptr::null::<c_int>(),
+                    nodes.as_mut_ptr(),
+                    0,
+                )
+            };
+            if answer < 0 {
+                return Err(last_error("move_pages"));
+            }
+            if !nodes.contains(&-libc::ENOENT) {
                 break;
             }
-            // A fault waits until the move of the page is complete. Kernels before 5.14 have no
-            // fault that only reads.
-            let fault_in_page = |&place: &usize| {
-                fault_in(Span { start: pages[place], len: 1 }, libc::MADV_POPULATE_READ).is_ok()
-            };
-            if !moving.iter().all(fault_in_page) {
-                thread::sleep(RETRY_PAUSE);
-            }
-            let again: Vec<usize> = moving.iter().map(|&place| pages[place]).collect();
-            moving
-                .into_iter()
-                .zip(query_nodes(&again)?)
-                .for_each(|(place, node)| nodes[place] = node);
+            thread::sleep(QUERY_PAUSE);
         }
         Ok(nodes)
     }
@@ -396,13 +388,13 @@ impl Kernel {
     ///
     /// # Errors
     /// `EINVAL` if the process may use none of the CPUs.
-    pub fn bind_thread(&self, cpus: &Bitmap) -> Result<()> {
+    pub fn bind_thread(&self, cpus: &IdSet) -> Result<()> {
         self.intercept(SystemCall::Bind)?;
         let words = cpus.words();
         // SAFETY: 1. the kernel reads exactly the given number of bytes, independent of the size of
         // the C type.
         check("sched_setaffinity", unsafe {
-            libc::sched_setaffinity(0, size_of_val(words), words.as_ptr().cast())
+            libc::sched_setaffinity(0, size_of_val(&words[..]), words.as_ptr().cast())
         })
     }
 }
@@ -453,62 +445,14 @@ pub(crate) fn pointer(address: usize) -> Option<NonNull<u8>> {
     NonNull::new(ptr::with_exposed_provenance_mut(address))
 }
 
-/// Maximum number of repeated queries for pages that the kernel is moving, and the pause between
-/// them where the move cannot be waited for.
-const QUERY_RETRIES: usize = 50;
-const RETRY_PAUSE: Duration = Duration::from_micros(200);
-
-/// Queries the node of each page once.
-fn query_nodes(pages: &[usize]) -> Result<Vec<c_int>> {
-    let mut nodes = vec![-libc::ENOENT; pages.len()];
-    // SAFETY: 1. both arrays have `pages.len()` elements. 2. without nodes nothing is moved. 3. the
-    // pages are looked up by address and not read.
-    let answer = unsafe {
-        libc::syscall(
-            libc::SYS_move_pages,
-            0,
-            pages.len(),
-            pages.as_ptr(),
-            ptr::null::<c_int>(),
-            nodes.as_mut_ptr(),
-            0,
-        )
-    };
-    if answer >= 0 { Ok(nodes) } else { Err(last_error("move_pages")) }
-}
-
-/// Returns whether a page has memory, also while it is moved.
-fn is_resident(page: usize) -> bool {
-    let mut resident = 0;
-    // SAFETY: 1. one byte is written, for the one page. 2. the page is looked up by address and not
-    // read.
-    let answer =
-        unsafe { libc::mincore(ptr::with_exposed_provenance_mut(page), 1, &raw mut resident) };
-    answer == 0 && resident & 1 == 1
-}
+/// Maximum number of queries for pages that the kernel may be moving, and the pause between them.
+const QUERIES: usize = 20;
+const QUERY_PAUSE: Duration = Duration::from_micros(200);
 
 /// Returns the CPU time of this thread.
 fn thread_cpu_time() -> Result<Duration> {
     let spent = clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID);
     spent.map(Duration::from).map_err(|e| SystemError { call: "clock_gettime", errno: e as c_int })
-}
-
-/// Populates the pages of a range, and repeats the call when it is interrupted. Returns the CPU
-/// time that it took. Wall time would include the time of other threads.
-fn fault_in(span: Span, advice: c_int) -> Result<Duration> {
-    let start = thread_cpu_time()?;
-    loop {
-        // SAFETY: 1. populating does not change the visible contents of memory, whichever owner it
-        // has.
-        let answer = unsafe { libc::madvise(span.pointer(), span.len, advice) };
-        match check("madvise", answer) {
-            Err(e) if e.errno == libc::EINTR || e.errno == libc::EAGAIN => {}
-            answer => {
-                answer?;
-                return Ok(thread_cpu_time()?.saturating_sub(start));
-            }
-        }
-    }
 }
 
 fn check(call: &'static str, answer: c_int) -> Result<()> {
@@ -550,29 +494,6 @@ mod tests {
     }
 
     #[test]
-    fn query_is_repeated_for_moving_pages_but_not_for_missing_ones() {
-        let faults = Arc::new(Faults::new());
-        let kernel = Kernel::with_faults(faults.clone());
-        let span = kernel.reserve(NonZeroUsize::new(16 * PAGE).unwrap()).unwrap();
-        // SAFETY: 1. reserved above, and used only here.
-        unsafe {
-            kernel.map(span, MapPages::Ordinary).unwrap();
-            // Prevents huge pages, which would also populate the pages behind, if the kernel
-            // supports it.
-            let _ = kernel.advise(span, Advice::NoHugePage);
-        }
-        kernel.populate(Span { len: 8 * PAGE, ..span }).unwrap();
-        let pages: Vec<usize> = (0..16).map(|i| span.start + i * PAGE).collect();
-        faults.seem_moving(16);
-        let nodes = kernel.nodes_of(&pages).unwrap();
-        assert!(nodes[..8].iter().all(|&node| node >= 0), "{nodes:?}");
-        assert!(nodes[8..].iter().all(|&node| node == -libc::ENOENT), "{nodes:?}");
-        assert_eq!(faults.made(SystemCall::Query), 1, "repetitions count as one query");
-        // SAFETY: as above.
-        unsafe { kernel.unmap(span).unwrap() };
-    }
-
-    #[test]
     fn planned_fault_hits_only_the_named_call() {
         let faults = Arc::new(Faults::new());
         let kernel = Kernel::with_faults(faults.clone());
@@ -591,13 +512,12 @@ mod tests {
     #[test]
     fn a_thread_is_bound_with_a_mask_of_any_length() {
         let topology = crate::topology::Topology::read_under(std::path::Path::new("/")).unwrap();
-        let allowed = topology.cpus_allowed().value.clone().unwrap();
+        let allowed = topology.cpus_allowed().unwrap();
         let one = allowed.iter().next().unwrap();
-        let mut mask: Bitmap = [one].into_iter().collect();
-        mask.insert(4000);
+        let mask = IdSet::from_iter([one, 4000]);
         thread::spawn(move || {
             Kernel::new().bind_thread(&mask).unwrap();
-            assert!(Kernel::new().bind_thread(&Bitmap::new()).is_err());
+            assert!(Kernel::new().bind_thread(&IdSet::default()).is_err());
         })
         .join()
         .unwrap();

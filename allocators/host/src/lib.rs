@@ -29,7 +29,7 @@ pub mod workers;
 pub use pool::{Grow, PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, PinnedStats};
 pub use staging::{
     Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, Sink, Source, StageError,
-    StageScope, Staged, Stager, StagerConfig, Stores, Ticket,
+    StageScope, Staged, Stager, StagerConfig, Ticket,
 };
 
 // The state of a pool is in atomics and behind locks that ignore poison. The only code of the

@@ -84,7 +84,6 @@
 //! - Reclaims from other pools below the budget that refused
 //!   ([`Reclaim`](aquifer_core::budget::Reclaim)), and grows again.
 //! - Takes back idle blocks that stagers keep.
-//! - Uses a slot of a larger class.
 //! - Waits for the oldest pending blocks, at most [`PinnedConfig::patience`].
 //! - Returns an error that lists all steps.
 //!

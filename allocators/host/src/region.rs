@@ -13,7 +13,7 @@
 //!   policy     prefer the node; a sandbox that forbids it leaves first touch
 //!   populate   in pieces, by workers on the node
 //!   register   with the driver, one thread, chunk after chunk; or `cuMemHostAlloc`; or not at all, by [`Pinning`]
-//!   verify     ask the kernel where the pages are, after registering; of a strict region before as well
+//!   verify     ask the kernel where the pages are, after registering
 //! ```
 //!
 //! The [`RegionReport`] lists each fallback and its reason. A region is released in the reverse
@@ -45,9 +45,7 @@ pub mod window;
 pub use backing::{end_retired, retired_bytes};
 pub use host::{Host, Reach};
 pub use mapping::{retry_stranded, stranded_bytes};
-pub use report::{
-    Cause, PageTier, PinnedBy, PlacedBy, Placement, RegionError, RegionReport, Shortfall, Step,
-};
+pub use report::{Cause, PageTier, PinnedBy, Placement, RegionError, RegionReport};
 
 use crate::{
     kernel::{Span, pointer},
@@ -76,12 +74,10 @@ pub enum Pinning {
 pub struct RegionRequest {
     /// Size in bytes, rounded up to base pages.
     pub bytes: usize,
-    /// The preferred NUMA node. With `None` the pages may lie anywhere.
+    /// The preferred NUMA node. With `None` the pages may lie anywhere. The strict memory policy of
+    /// the kernel is never used, because on a full node it kills the process: the report has the
+    /// pages on other nodes.
     pub node: Option<NodeId>,
-    /// Requires every page to lie on `node`: a page on another or an unknown node is an error.
-    /// Otherwise the node is only preferred. Has no effect without a node. The strict memory
-    /// policy of the kernel is never used, because on a full node it kills the process.
-    pub strict: bool,
     /// Whether the region must be pinned.
     pub pinning: Pinning,
     /// Whether the child of a fork has the same pages (`MAP_SHARED`), or none
@@ -109,7 +105,6 @@ impl RegionRequest {
         Self {
             bytes,
             node: None,
-            strict: false,
             pinning: Pinning::default(),
             share_on_fork: false,
             pages: PageTier::HugeTlb,

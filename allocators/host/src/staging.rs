@@ -72,10 +72,9 @@ mod transfer;
 
 pub use error::{Failed, StageError};
 pub use installed::{install, installed};
-pub use permit::{Permit, PermitFuture};
+pub use permit::Permit;
 pub use scope::{StageScope, Staged};
 pub use source::{FileSource, ReadMode, Sink, Source};
-pub use stores::Stores;
 pub use ticket::{Begun, HostBuffer, Ticket};
 pub use transfer::Progress;
 
@@ -133,10 +132,6 @@ pub struct StagerConfig {
     pub down_alone: usize,
     /// Maximum number of transfers in flight, both directions together. Each needs a stream.
     pub depth: usize,
-    /// How the CPU writes into the slots of uploads.
-    pub stores: Stores,
-    /// How the CPU writes the data of downloads.
-    pub down_stores: Stores,
 }
 
 impl Default for StagerConfig {
@@ -152,8 +147,6 @@ impl Default for StagerConfig {
             alone: 4 << 20,
             down_alone: 512 << 10,
             depth: 16,
-            stores: Stores::Auto,
-            down_stores: Stores::Auto,
         }
     }
 }
@@ -222,8 +215,6 @@ struct DirectionState {
     workers: Workers,
     workers_most: usize,
     lanes: Arc<Lanes>,
-    /// The configured setting.
-    stores: Stores,
     /// Total bytes of the slots of this direction.
     slots: u64,
     /// Size of the CPUs' last-level cache in bytes, if known.
@@ -240,10 +231,6 @@ impl DirectionState {
     ) -> Self {
         let workers = config.workers(direction);
         let threads = NonZeroUsize::new(workers).unwrap_or(NonZeroUsize::MIN);
-        let stores = match direction {
-            Direction::Upload => config.stores,
-            Direction::Download => config.down_stores,
-        };
         // One more than the workers, for a waiting thread that takes part.
         let lanes = workers + 1;
         let slots =
@@ -254,7 +241,6 @@ impl DirectionState {
             workers: Workers::with_threads(&host.topology, host.kernel.clone(), threads),
             workers_most: workers,
             lanes,
-            stores,
             slots,
             cache,
         }
@@ -392,10 +378,9 @@ impl Stager {
         let nodes = host.topology.nodes();
         let cpus_of = |id| nodes.iter().find(|node| node.id == id).map(|node| &node.allowed_cpus);
         let node = pool.node().filter(|&id| cpus_of(id).is_some_and(|cpus| !cpus.is_empty()));
-        let cpus = node.and_then(cpus_of).or(host.topology.cpus_allowed().value.as_ref());
+        let cpus = node.and_then(cpus_of).or(host.topology.cpus_allowed());
         let config = config.bounded(cpus.map_or(1, |cpus| cpus.len()));
-        // The cache size stays unknown if the kernel reports invalid values.
-        let cache = host.topology.last_level_cache(node).ok().and_then(|found| found.value);
+        let cache = host.topology.last_level_cache(node);
         let state = |direction| DirectionState::new(host, pool, direction, &config, cache);
         let shared = StagerCore {
             device: streams.device(),

@@ -10,44 +10,29 @@
 //! - A node may have no CPUs or no memory. A machine may have more than 64 nodes or 1024 CPUs.
 //! - A node may be the memory of a GPU ([`Node::device_memory`]). The kernel would allocate from it
 //!   as from any other node, so no method here returns such a node unless the caller named it.
-//! - Hotplugged memory may be only movable ([`Node::movable_only`]): pages that are pinned are
-//!   moved to another node.
 //! - A device's node is often unknown (`-1`), nearly always in virtual machines. It is then
-//!   reported as unknown, with the source, and never guessed.
+//!   reported as unknown, and never guessed.
 //!
 //! With `AQUIFER_NUMA=off` in the environment, [`Topology::read`] reports no nodes, so that nothing
 //! is bound or placed.
 
-mod bitmap;
 mod caps;
 mod devices;
 mod files;
 mod found;
 mod groups;
 mod headroom;
+mod id_set;
 mod node;
-mod pages;
-mod pci;
-mod process;
-mod strain;
 
-pub use bitmap::{Bitmap, ListError};
-pub use devices::DeviceMemory;
 pub use files::TopologyError;
-pub use found::{Found, Provenance};
-pub use groups::GroupEvents;
-pub use headroom::Headroom;
-pub use node::{HugePool, Node, NodeId};
-pub use pages::ThpMode;
-pub use pci::{PciAddress, PciAddressError};
-pub use process::{MemoryLimit, ProcessLimits};
-pub use strain::{Stalls, Strain};
+pub use found::Found;
+pub use id_set::IdSet;
+pub use node::{Node, NodeId};
 
-use files::{Files, file};
-use std::{
-    env,
-    path::{Path, PathBuf},
-};
+use files::Files;
+use nix::unistd::{SysconfVar, sysconf};
+use std::{env, path::Path};
 
 /// The environment variable that disables NUMA handling.
 pub const NUMA_VARIABLE: &str = "AQUIFER_NUMA";
@@ -62,31 +47,32 @@ const MPS_VARIABLE: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
 /// for node in topology.nodes() {
 ///     println!("{}: CPUs {}, of which {} are ours", node.id, node.cpus, node.allowed_cpus);
 /// }
-/// for pages in topology.huge_pools() {
-///     println!("{} of {} pages of {} bytes are free", pages.free, pages.total, pages.page_size);
-/// }
-/// if let Some(group) = topology.memory_limit().value {
-///     println!("{} bytes are left of the control group's {}", group.remaining, group.limit);
-/// }
+/// println!("bytes of memory that are left: {}", topology.headroom()?);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Topology {
     files: Files,
-    /// Whether nodes are reported, and which setting decides it.
-    numa: Found<bool>,
+    numa_off: bool,
     nodes: Vec<Node>,
-    cpus_allowed: Found<Bitmap>,
-    mems_allowed: Found<Bitmap>,
-    memory_limit: Found<MemoryLimit>,
-    huge_pools: Vec<HugePool>,
-    page_size: Found<u64>,
-    thp: Found<ThpMode>,
-    thp_size: Found<u64>,
-    wsl: Found<bool>,
-    limits: ProcessLimits,
+    cpus_allowed: Option<IdSet>,
+    thp: Option<ThpMode>,
     /// The value of `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`.
     mps_limit: Option<String>,
+}
+
+/// When anonymous memory gets transparent huge pages
+/// (`/sys/kernel/mm/transparent_hugepage/enabled`).
+///
+/// See [`Topology`] for an example.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ThpMode {
+    /// Everywhere.
+    Always,
+    /// Where a program requests it by `MADV_HUGEPAGE`.
+    Madvise,
+    /// Nowhere.
+    Never,
 }
 
 impl Topology {
@@ -97,13 +83,13 @@ impl Topology {
     /// `on` and `off`.
     pub fn read() -> Result<Self, TopologyError> {
         let numa = match env::var_os(NUMA_VARIABLE).filter(|value| !value.is_empty()) {
-            None => Found::unknown(Provenance::Nobody),
-            Some(value) => Found::known(
-                Self::parse_switch(&value.to_string_lossy())?,
-                Provenance::Variable(NUMA_VARIABLE),
-            ),
+            None => true,
+            Some(value) => Self::parse_switch(&value.to_string_lossy())?,
         };
-        let mut topology = Self::read_with(Path::new("/"), numa)?;
+        let mut topology = Self::read_under(Path::new("/"))?;
+        if !numa {
+            topology = topology.without_nodes();
+        }
         topology.mps_limit =
             env::var_os(MPS_VARIABLE).map(|value| value.to_string_lossy().into_owned());
         Ok(topology)
@@ -114,13 +100,22 @@ impl Topology {
     /// # Errors
     /// [`TopologyError`] for a file that cannot be parsed.
     pub fn read_under(root: &Path) -> Result<Self, TopologyError> {
-        Self::read_with(root, Found::unknown(Provenance::Nobody))
+        let files = Files::under(root);
+        let [cpus_allowed, mems_allowed] = node::allowed(&files)?;
+        Ok(Self {
+            numa_off: false,
+            nodes: node::read(&files, [cpus_allowed.as_ref(), mems_allowed.as_ref()])?,
+            cpus_allowed,
+            thp: thp(&files)?,
+            mps_limit: None,
+            files,
+        })
     }
 
     /// Returns the topology without its nodes, as with `AQUIFER_NUMA=off`.
     #[must_use]
     pub fn without_nodes(mut self) -> Self {
-        self.numa = Found::known(false, Provenance::Variable(NUMA_VARIABLE));
+        self.numa_off = true;
         self.nodes.clear();
         self
     }
@@ -141,31 +136,6 @@ impl Topology {
         }
     }
 
-    fn read_with(root: &Path, numa: Found<bool>) -> Result<Self, TopologyError> {
-        let files = Files::under(root);
-        let (cpus_allowed, mems_allowed) = process::allowed(&files)?;
-        let nodes = if numa.value == Some(false) {
-            Vec::new()
-        } else {
-            node::read(&files, cpus_allowed.value.as_ref(), mems_allowed.value.as_ref())?
-        };
-        Ok(Self {
-            numa,
-            nodes,
-            cpus_allowed,
-            mems_allowed,
-            memory_limit: process::memory_limit(&files)?,
-            huge_pools: node::huge_pools(&files, Path::new("/sys/kernel/mm/hugepages"))?,
-            page_size: pages::page_size(&files)?,
-            thp: pages::thp(&files)?,
-            thp_size: pages::thp_size(&files)?,
-            wsl: process::wsl(&files)?,
-            limits: process::limits(&files)?,
-            mps_limit: None,
-            files,
-        })
-    }
-
     /// Returns the online nodes, in order. Empty on a kernel without NUMA, and when NUMA handling
     /// is off.
     #[must_use]
@@ -175,7 +145,7 @@ impl Topology {
 
     /// An iterator over the nodes that are not known to be a device's memory.
     pub fn host_nodes(&self) -> impl Iterator<Item = &Node> {
-        self.nodes.iter().filter(|node| node.device_memory.value != Some(true))
+        self.nodes.iter().filter(|node| !node.device_memory)
     }
 
     /// Returns a node, or `None` if it does not exist.
@@ -184,67 +154,41 @@ impl Topology {
         self.nodes.iter().find(|node| node.id == id)
     }
 
-    /// Returns the setting that turned NUMA handling on or off. Unknown if there is none, which
-    /// means on.
+    /// Returns whether `AQUIFER_NUMA=off` hides the nodes.
     #[must_use]
-    pub fn numa_setting(&self) -> &Found<bool> {
-        &self.numa
+    pub fn is_numa_off(&self) -> bool {
+        self.numa_off
     }
 
-    /// Returns the CPUs that the process may run on.
+    /// Returns the CPUs that the process may run on, if they are known.
     #[must_use]
-    pub fn cpus_allowed(&self) -> &Found<Bitmap> {
-        &self.cpus_allowed
+    pub fn cpus_allowed(&self) -> Option<&IdSet> {
+        self.cpus_allowed.as_ref()
     }
 
-    /// Returns the nodes that the process may allocate memory from.
+    /// Returns the bytes of a base page (`sysconf`).
     #[must_use]
-    pub fn mems_allowed(&self) -> &Found<Bitmap> {
-        &self.mems_allowed
+    pub fn page_size(&self) -> usize {
+        sysconf(SysconfVar::PAGE_SIZE)
+            .ok()
+            .flatten()
+            .and_then(|bytes| usize::try_from(bytes).ok())
+            .unwrap_or(4096)
     }
 
-    /// Returns the memory limit of the process's control groups. Unknown if they set none.
+    /// Returns when anonymous memory gets transparent huge pages. `None` if the kernel does not
+    /// report it.
     #[must_use]
-    pub fn memory_limit(&self) -> &Found<MemoryLimit> {
-        &self.memory_limit
+    pub fn thp(&self) -> Option<ThpMode> {
+        self.thp
     }
 
-    /// Returns the machine's pools of huge pages, summed over all nodes.
+    /// Returns the bytes of the nodes, without memory that the kernel itself reports to be a
+    /// device's. All processes see the same, whichever devices they use.
     #[must_use]
-    pub fn huge_pools(&self) -> &[HugePool] {
-        &self.huge_pools
-    }
-
-    /// Returns the bytes of a base page, from the auxiliary vector of the process
-    /// (`/proc/self/auxv`) or else from `sysconf`.
-    #[must_use]
-    pub fn page_size(&self) -> &Found<u64> {
-        &self.page_size
-    }
-
-    /// Returns when anonymous memory gets transparent huge pages.
-    #[must_use]
-    pub fn thp(&self) -> &Found<ThpMode> {
-        &self.thp
-    }
-
-    /// Returns the bytes of a transparent huge page.
-    #[must_use]
-    pub fn thp_size(&self) -> &Found<u64> {
-        &self.thp_size
-    }
-
-    /// Returns whether this is the kernel of the Windows Subsystem for Linux. It has no nodes, no
-    /// separate addresses for GPU memory, and little memory that can be pinned.
-    #[must_use]
-    pub fn is_wsl(&self) -> &Found<bool> {
-        &self.wsl
-    }
-
-    /// Returns the limits that may affect pinned memory.
-    #[must_use]
-    pub fn limits(&self) -> &ProcessLimits {
-        &self.limits
+    pub fn memory_by_kernel(&self) -> u64 {
+        let host = self.nodes.iter().filter(|node| !node.device_memory_by_kernel);
+        host.filter_map(|node| node.memory).sum()
     }
 
     /// Returns the distance from `from` to `to` in the firmware's units (10 is the node itself).
@@ -260,21 +204,12 @@ impl Topology {
         self.nearest(id, |node| !node.allowed_cpus.is_empty())
     }
 
-    /// Returns the node itself if it has host memory that the process may use, else the nearest
-    /// such node. Never a node that is a device's memory. `None` if the node does not exist.
-    #[must_use]
-    pub fn nearest_with_memory(&self, id: NodeId) -> Option<&Node> {
-        self.nearest(id, |node| node.memory_allowed && node.device_memory.value != Some(true))
-    }
-
-    /// Among nodes of equal or unknown distance, returns one that the firmware names as an
-    /// initiator of the other, or else the first.
+    /// Among nodes of equal or unknown distance, returns the first.
     fn nearest(&self, id: NodeId, fits: impl Fn(&Node) -> bool) -> Option<&Node> {
-        let from = self.node(id)?;
+        self.node(id)?;
         let far = |node: &&Node| {
             let distance = self.distance(id, node.id).unwrap_or(u32::MAX);
-            let reaches = from.initiators.contains(node.id.0) || node.initiators.contains(id.0);
-            (node.id != id, distance, !reaches, node.id)
+            (node.id != id, distance, node.id)
         };
         self.nodes.iter().filter(|node| fits(node)).min_by_key(far)
     }
@@ -288,47 +223,25 @@ impl Topology {
         self.nodes.iter().find(|node| node.cpus.contains(cpu)).map(|node| node.id)
     }
 
-    /// Reads the CPUs of a node that the process may run on now, since control groups and CPUs may
-    /// change.
-    ///
-    /// # Errors
-    /// [`TopologyError`] for a file that cannot be parsed.
-    pub fn allowed_cpus(&self, node: NodeId) -> Result<Found<Bitmap>, TopologyError> {
-        let path = Path::new(node::FOLDER).join(format!("node{}/cpulist", node.0));
-        let cpus = self.files.list(&path)?;
-        let (allowed, _) = process::allowed(&self.files)?;
-        let value = cpus.map(|cpus| match &allowed.value {
-            Some(allowed) => cpus.intersection(allowed),
-            None => cpus,
-        });
-        Ok(Found { value, source: file(path) })
-    }
-
     /// Reads the bytes of the last-level cache of a node's CPUs that the process may use, or of all
-    /// CPUs that it may use (`index3/size`). Of several caches it returns the smallest. Unknown if
+    /// CPUs that it may use (`index3/size`). Of several caches it returns the smallest. `None` if
     /// that of any CPU is unknown.
-    ///
-    /// # Errors
-    /// [`TopologyError::Number`] for a file that contains no size.
-    pub fn last_level_cache(&self, node: Option<NodeId>) -> Result<Found<u64>, TopologyError> {
+    #[must_use]
+    pub fn last_level_cache(&self, node: Option<NodeId>) -> Option<u64> {
         let cpus = match node {
-            Some(id) => self.node(id).map(|node| &node.allowed_cpus),
-            None => self.cpus_allowed.value.as_ref(),
+            Some(id) => &self.node(id)?.allowed_cpus,
+            None => self.cpus_allowed.as_ref()?,
         };
-        let mut smallest = Found::unknown(Provenance::Nobody);
-        for cpu in cpus.into_iter().flat_map(Bitmap::iter) {
-            let path = PathBuf::from(format!("/sys/devices/system/cpu/cpu{cpu}/cache/index3/size"));
-            let Some(bytes) = self.files.size(&path)? else {
-                return Ok(Found { value: None, source: file(path) });
-            };
-            if smallest.value.is_none_or(|least| bytes < least) {
-                smallest = Found { value: Some(bytes), source: file(path) };
-            }
-        }
-        Ok(smallest)
+        let cache = |cpu| {
+            let path = format!("/sys/devices/system/cpu/cpu{cpu}/cache/index3/size");
+            let text = self.files.text(Path::new(&path)).ok()??;
+            text.trim().strip_suffix('K')?.parse::<u64>().ok()?.checked_mul(1024)
+        };
+        cpus.iter().map(cache).collect::<Option<Vec<u64>>>()?.into_iter().min()
     }
 
     /// Reads the number of free huge pages of `page_size` bytes, of one node or of the machine.
+    /// `None` if there is no such pool.
     ///
     /// # Errors
     /// [`TopologyError::Number`] for a file that contains no number.
@@ -336,12 +249,24 @@ impl Topology {
         &self,
         node: Option<NodeId>,
         page_size: u64,
-    ) -> Result<Found<u64>, TopologyError> {
+    ) -> Result<Option<u64>, TopologyError> {
         let folder = match node {
             Some(NodeId(id)) => Path::new(node::FOLDER).join(format!("node{id}/hugepages")),
-            None => PathBuf::from("/sys/kernel/mm/hugepages"),
+            None => "/sys/kernel/mm/hugepages".into(),
         };
-        let path = folder.join(format!("hugepages-{}kB/free_hugepages", page_size / 1024));
-        Ok(Found { value: self.files.number(&path)?, source: file(path) })
+        self.files.number(&folder.join(format!("hugepages-{}kB/free_hugepages", page_size / 1024)))
     }
+}
+
+/// Reads the mode in brackets, as in `always [madvise] never`. An unexpected word is unknown.
+fn thp(files: &Files) -> Result<Option<ThpMode>, TopologyError> {
+    let text = files.text(Path::new("/sys/kernel/mm/transparent_hugepage/enabled"))?;
+    let text = text.unwrap_or_default();
+    let word = text.split_whitespace().find_map(|word| word.strip_prefix('[')?.strip_suffix(']'));
+    Ok(word.and_then(|word| match word {
+        "always" => Some(ThpMode::Always),
+        "madvise" => Some(ThpMode::Madvise),
+        "never" => Some(ThpMode::Never),
+        _ => None,
+    }))
 }

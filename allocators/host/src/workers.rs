@@ -14,7 +14,7 @@
 //!   nothing is left.
 //! - Threads start when a task finds too few free ones. They spin briefly after it, then sleep,
 //!   and end with the [`Workers`].
-//! - A thread is bound when it starts, to the CPUs that the process may then use on the node. If
+//! - A thread is bound when it starts, to the CPUs that the process may use on the node. If
 //!   the binding fails, as in sandboxes, the thread runs anywhere, and [`Workers::shortfall`]
 //!   reports it.
 //! - A panic ends the call of the task, and not the worker.
@@ -55,8 +55,6 @@ use worker_group::{NodeBinding, Task, WorkerGroup};
 #[derive(Debug)]
 pub struct Workers {
     nodes: BTreeMap<NodeId, Arc<WorkerGroup>>,
-    /// All nodes, including those without CPUs for the process.
-    known: Vec<NodeId>,
     /// Unbound workers, for memory whose node is unknown.
     anywhere: Arc<WorkerGroup>,
 }
@@ -76,17 +74,15 @@ impl Workers {
     /// CPU.
     #[must_use]
     pub fn with_threads(topology: &Topology, kernel: Kernel, per_node: NonZeroUsize) -> Self {
-        let cpus = topology.cpus_allowed().value.as_ref().map_or(1, |cpus| cpus.len().max(1));
-        let topology = Arc::new(topology.clone());
+        let cpus = topology.cpus_allowed().map_or(1, |cpus| cpus.len().max(1));
         let with_cpus = topology.nodes().iter().filter(|node| !node.allowed_cpus.is_empty());
         let nodes = with_cpus.map(|node| {
             let threads = per_node.get().min(node.allowed_cpus.len());
-            let binding = NodeBinding { node: node.clone(), topology: topology.clone() };
+            let binding = NodeBinding { node: node.id, cpus: node.allowed_cpus.clone() };
             (node.id, Arc::new(WorkerGroup::new(Some(binding), threads, kernel.clone())))
         });
         Self {
             nodes: nodes.collect(),
-            known: topology.nodes().iter().map(|node| node.id).collect(),
             anywhere: Arc::new(WorkerGroup::new(None, per_node.get().min(cpus), kernel)),
         }
     }
@@ -95,7 +91,7 @@ impl Workers {
     /// `None`. Blocks only while a worker starts.
     ///
     /// # Errors
-    /// [`WorkerError`]. An unknown node is an error. The task does not run elsewhere.
+    /// [`WorkerError`]. The task does not run elsewhere.
     pub fn submit(
         &self,
         node: Option<NodeId>,
@@ -109,11 +105,7 @@ impl Workers {
         }
         let group = match node {
             None => &self.anywhere,
-            Some(node) => match self.nodes.get(&node) {
-                Some(group) => group,
-                None if self.known.contains(&node) => return Err(WorkerError::NoCpus { node }),
-                None => return Err(WorkerError::UnknownNode { node }),
-            },
+            Some(node) => self.nodes.get(&node).ok_or(WorkerError::NoCpus { node })?,
         };
         let task: Task = Arc::new(work);
         group.submit(workers, &task)

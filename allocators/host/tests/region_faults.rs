@@ -40,15 +40,13 @@ const DRIVER_CALLS: [Call; 4] =
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Kind {
     Plain(Pinning),
-    Strict,
     HugePages,
 }
 
-const KINDS: [Kind; 5] = [
+const KINDS: [Kind; 4] = [
     Kind::Plain(Pinning::Preferred),
     Kind::Plain(Pinning::Required),
     Kind::Plain(Pinning::Off),
-    Kind::Strict,
     Kind::HugePages,
 ];
 
@@ -65,7 +63,6 @@ fn boastful() -> Topology {
     let pool = root.join("sys/kernel/mm/hugepages/hugepages-2048kB");
     std::fs::create_dir_all(&pool).unwrap();
     std::fs::write(pool.join("free_hugepages"), "1000\n").unwrap();
-    std::fs::write(pool.join("nr_hugepages"), "1000\n").unwrap();
     Topology::read_under(&root).unwrap()
 }
 
@@ -87,7 +84,6 @@ impl Machine {
         request.node = support::some_node(&self.host.topology);
         match kind {
             Kind::Plain(pinning) => request.pinning = pinning,
-            Kind::Strict => request.strict = true,
             Kind::HugePages => {
                 request.pages = PageTier::HugeTlb;
                 request.node = None;
@@ -224,5 +220,5 @@ fn whatever_fails_nothing_stays_charged_mapped_or_registered() {
     }
     assert_eq!(end_retired(), 0);
     println!("{lives} lives");
-    assert!(lives > 900, "{lives}");
+    assert!(lives > 700, "{lives}");
 }

@@ -95,8 +95,7 @@ pub(super) fn names(bench: &PinnedBench<'_>) -> Vec<String> {
 }
 
 pub(super) fn measure(bench: &mut PinnedBench<'_>) -> Result<()> {
-    let node =
-        bench.host.topology.node_of_device(bench.place.info()).ok().and_then(|found| found.value);
+    let node = bench.host.topology.node_of_device(bench.place.info()).ok().flatten();
     let wanted = |bytes: &u64| {
         let mut names = cases(bench, *bytes).iter().map(Case::name).collect::<Vec<_>>();
         names.push(close_name(*bytes));
@@ -194,7 +193,7 @@ fn missing(bench: &PinnedBench<'_>, node: Option<NodeId>, case: &Case) -> Option
         return None;
     }
     let page: u64 = 2 << 20;
-    let free = bench.host.topology.free_huge_pages(node, page).ok().and_then(|found| found.value);
+    let free = bench.host.topology.free_huge_pages(node, page).ok().flatten();
     let (needed, free) = (case.bytes / page, free.unwrap_or(0));
     let why = format!("{needed} of them needed, {free} in the pool");
     (free < needed).then(|| (format!("{region}, {}", case.pages), why))

@@ -23,7 +23,7 @@ use aquifer_driver::{
     sim::{Sim, SimKernel},
 };
 use aquifer_host::{
-    Failed, PinnedConfig, PinnedPool, Source, StageError, Stager, StagerConfig, Stores, Ticket,
+    Failed, PinnedConfig, PinnedPool, Source, StageError, Stager, StagerConfig, Ticket,
     kernel::Kernel as System,
     pool,
     region::{Host, PageTier, retry_stranded},
@@ -132,8 +132,6 @@ impl Program for Machine {
         (config.direct, config.down_direct) = (1024, 512);
         (config.alone, config.down_alone) = (4096, 3072);
         (config.slots, config.depth) = (1 + usize::from(settings >> 4 & 1), 2 * MOST);
-        config.stores = if settings >> 5 & 1 == 0 { Stores::NonTemporal } else { Stores::Cached };
-        config.down_stores = config.stores;
         let stager = Stager::new(&host, &pinned, pool.streams(), config).ok()?;
         let home = pool.stream().ok()?;
         Some(Self {

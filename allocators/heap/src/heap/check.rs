@@ -3,7 +3,7 @@
 use core::fmt;
 
 use super::Heap;
-use crate::records::{BORDER_ABOVE, BORDER_BELOW, NIL, Record, State};
+use crate::records::{NIL, State};
 
 /// A violated invariant of the heap's metadata.
 ///
@@ -49,8 +49,8 @@ impl Heap {
         let (mut managed, mut live, mut blocks, mut free) = (0, 0, 0, 0);
         while at != NIL {
             let record = &self.records[at];
-            self.check_shape(record)?;
             let start = record.start;
+            require(self.validate(record.range()).is_ok(), "a record is misshapen", start)?;
             require(
                 record.prev == prev && (prev == NIL || self.records[prev].end() <= start),
                 "a record is out of order",
@@ -100,24 +100,6 @@ impl Heap {
         require(self.live_bytes == live, "live_bytes is wrong", self.live_bytes)?;
         require(self.live_blocks == blocks, "live_blocks is wrong", self.live_blocks)?;
         require(self.free_bytes == free, "free_bytes is wrong", self.free_bytes)
-    }
-
-    fn check_shape(&self, record: &Record) -> Result<(), InvariantViolation> {
-        let valid = self.validate(record.range()).is_ok();
-        require(valid, "a record is misshapen", record.start)?;
-        let border = self.config.border;
-        if border == 0 {
-            return Ok(());
-        }
-        let below = record.start.is_multiple_of(border);
-        let above = record.end().is_multiple_of(border);
-        require(
-            record.start / border == (record.end() - 1) / border
-                && (!below || record.borders & BORDER_BELOW != 0)
-                && (!above || record.borders & BORDER_ABOVE != 0),
-            "a record does not keep to the borders",
-            record.start,
-        )
     }
 
     /// Checks that the bins contain exactly the free extents, each once and in its place.

@@ -4,10 +4,20 @@ use super::Heap;
 use crate::range::{Key, SLAB_BIT};
 use crate::records::State;
 use crate::slab::FreedSlot;
-use crate::{Extent, Freed, HeapBlock, HeapError, Range};
+use crate::{HeapBlock, HeapError, Range};
 
 impl Heap {
-    /// Frees the block that starts at `address`.
+    /// Frees `block`, see [`free_keyed`](Self::free_keyed).
+    ///
+    /// # Errors
+    ///
+    /// Those of [`free_keyed`](Self::free_keyed).
+    pub fn free_block(&mut self, block: &HeapBlock, stamp: u64) -> Result<(), HeapError> {
+        self.free_keyed(block.address, block.key, stamp)
+    }
+
+    /// Frees the block at `address` without a search, and only if it is still the block of this
+    /// key.
     ///
     /// `stamp` is the caller's statement of how long the bytes may still be in use. The resulting
     /// extent carries the largest of its own stamps, this one, and the stamp that the bytes had
@@ -16,45 +26,8 @@ impl Heap {
     /// # Errors
     ///
     /// [`HeapError::Foreign`] for an address that is not in the heap, [`HeapError::DoubleFree`] for
-    /// a free address, [`HeapError::Interior`] for an address inside a live block. If a freed
-    /// block's address has been allocated again, the address alone does not distinguish them. Use
-    /// [`free_block`](Self::free_block) then.
-    pub fn free(&mut self, address: u64, stamp: u64) -> Result<Freed, HeapError> {
-        match self.find_live(address)? {
-            LiveBlock::Record(id) => Ok(self.free_record(id, stamp)),
-            LiveBlock::Slot { slab, slot } => Ok(self.free_slot(slab, slot, stamp)),
-        }
-    }
-
-    /// Frees `block` without a search, and only if it is still the same block.
-    ///
-    /// [`HeapBlock::bytes`] is ignored, so a block that was resized in place can be freed with its
-    /// old value.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`free`](Self::free), and [`HeapError::Stale`] if the address belongs to a later
-    /// block.
-    pub fn free_block(&mut self, block: &HeapBlock, stamp: u64) -> Result<Freed, HeapError> {
-        let HeapBlock { address, key, .. } = *block;
-        let index = key.index();
-        if index & SLAB_BIT == 0 {
-            if self.is_live(address, key) {
-                return Ok(self.free_record(index, stamp));
-            }
-        } else if let Some(freed) =
-            self.slabs.free_keyed(index & !SLAB_BIT, address, key.generation, stamp)
-        {
-            return Ok(self.finish_slot_free(index & !SLAB_BIT, freed));
-        }
-        Err(self.key_error(address))
-    }
-
-    /// Like [`free_block`](Self::free_block), by address and key alone and without a result.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`free_block`](Self::free_block).
+    /// a free address, [`HeapError::Interior`] for an address inside a live block, and
+    /// [`HeapError::Stale`] if the address belongs to a later block.
     pub fn free_keyed(&mut self, address: u64, key: Key, stamp: u64) -> Result<(), HeapError> {
         let index = key.index();
         if index & SLAB_BIT == 0 {
@@ -65,7 +38,7 @@ impl Heap {
         } else if let Some(freed) =
             self.slabs.free_keyed(index & !SLAB_BIT, address, key.generation, stamp)
         {
-            let _merged = self.finish_slot_free(index & !SLAB_BIT, freed);
+            self.finish_slot_free(index & !SLAB_BIT, freed);
             return Ok(());
         }
         Err(self.key_error(address))
@@ -85,7 +58,7 @@ impl Heap {
     /// Returns the error for a key that does not match.
     #[cold]
     fn key_error(&self, address: u64) -> HeapError {
-        match self.find_live(address) {
+        match self.block_at(address) {
             Ok(_) => HeapError::Stale { address },
             Err(error) => error,
         }
@@ -101,71 +74,39 @@ impl Heap {
         })
     }
 
-    /// Returns the actual size in bytes of the live block that starts at `address`.
-    #[must_use]
-    pub fn size_of(&self, address: u64) -> Option<u64> {
-        match self.find_live(address).ok()? {
-            LiveBlock::Record(id) => Some(self.records[id].len),
-            LiveBlock::Slot { slab, .. } => Some(self.slabs.slab(slab).slot),
-        }
-    }
-
     /// Returns the live block that starts at `address`.
     ///
     /// # Errors
     ///
-    /// Those of [`free`](Self::free). Nothing is freed.
+    /// Those of [`free_keyed`](Self::free_keyed), except for [`HeapError::Stale`].
     pub fn block_at(&self, address: u64) -> Result<HeapBlock, HeapError> {
-        Ok(match self.find_live(address)? {
-            LiveBlock::Record(id) => {
-                let record = &self.records[id];
-                HeapBlock { address, bytes: record.len, key: Key::new(id, record.generation) }
-            }
-            LiveBlock::Slot { slab, slot } => {
-                let slab_ref = self.slabs.slab(slab);
-                HeapBlock {
-                    address,
-                    bytes: slab_ref.slot,
-                    key: Key::new(slab | SLAB_BIT, slab_ref.generation(slot)),
-                }
-            }
-        })
-    }
-
-    /// Finds the live block that starts at `address`, or the reason why there is none.
-    pub(super) fn find_live(&self, address: u64) -> Result<LiveBlock, HeapError> {
         let id = self.record_containing(address).ok_or(HeapError::Foreign { address })?;
         let record = &self.records[id];
         match record.state {
-            State::Live if record.start == address => Ok(LiveBlock::Record(id)),
+            State::Live if record.start == address => {
+                Ok(HeapBlock { address, bytes: record.len, key: Key::new(id, record.generation) })
+            }
             State::Live => Err(HeapError::Interior { address, block: record.range() }),
             State::Slab => {
                 let (slot, inside) = self.slabs.slot_at(record.slab, address);
                 let slab = self.slabs.slab(record.slab);
+                let (start, bytes) = (slab.address(slot), slab.slot);
                 if slab.is_free(slot) {
                     Err(HeapError::DoubleFree { address })
                 } else if inside > 0 {
-                    Err(HeapError::Interior {
-                        address,
-                        block: Range::new(slab.address(slot), slab.slot),
-                    })
+                    Err(HeapError::Interior { address, block: Range::new(start, bytes) })
                 } else {
-                    Ok(LiveBlock::Slot { slab: record.slab, slot })
+                    let key = Key::new(record.slab | SLAB_BIT, slab.generation(slot));
+                    Ok(HeapBlock { address, bytes, key })
                 }
             }
             State::Free | State::Vacant => Err(HeapError::DoubleFree { address }),
         }
     }
 
-    fn free_record(&mut self, id: u32, stamp: u64) -> Freed {
-        let bytes = self.records[id].len;
-        let extent = self.free_live_record(id, stamp);
-        Freed { bytes, extent: Some(self.extent_of(extent)) }
-    }
-
-    /// Frees the block of the record `id`. Returns the record of the merged extent.
+    /// Frees the block of the record `id`.
     #[inline]
-    fn free_live_record(&mut self, id: u32, stamp: u64) -> u32 {
+    fn free_live_record(&mut self, id: u32, stamp: u64) {
         debug_assert!(self.live_blocks > 0, "no block is live");
         let record = &mut self.records[id];
         debug_assert_eq!(record.state, State::Live, "no live block at {:#x}", record.start);
@@ -174,33 +115,17 @@ impl Heap {
         record.stamp = record.stamp.max(stamp);
         self.live_bytes -= record.len;
         self.live_blocks -= 1;
-        self.free_and_coalesce(id)
-    }
-
-    fn free_slot(&mut self, slab: u32, slot: usize, stamp: u64) -> Freed {
-        let freed = self.slabs.free(slab, slot, stamp);
-        self.finish_slot_free(slab, freed)
+        self.free_and_coalesce(id);
     }
 
     /// Updates the counters after a slot was freed, and dissolves the slab if required.
-    fn finish_slot_free(&mut self, slab: u32, freed: FreedSlot) -> Freed {
+    fn finish_slot_free(&mut self, slab: u32, freed: FreedSlot) {
         let FreedSlot { bytes, dissolve } = freed;
         debug_assert!(self.live_bytes >= bytes && self.live_blocks > 0, "no slot is live");
         self.live_bytes -= bytes;
         self.live_blocks -= 1;
-        let extent = dissolve.then(|| self.dissolve(slab));
-        Freed { bytes, extent: extent.map(|id| self.extent_of(id)) }
+        if dissolve {
+            self.dissolve(slab);
+        }
     }
-
-    fn extent_of(&self, id: u32) -> Extent {
-        Extent { range: self.records[id].range(), stamp: self.records[id].stamp }
-    }
-}
-
-/// The storage of a live block.
-pub(super) enum LiveBlock {
-    /// It has its own record.
-    Record(u32),
-    /// It is a slot of a slab.
-    Slot { slab: u32, slot: usize },
 }

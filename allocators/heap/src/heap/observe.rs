@@ -1,6 +1,6 @@
 //! Queries of a heap's contents.
 
-use core::iter::{FusedIterator, successors};
+use core::iter::{self, successors};
 use core::ops::ControlFlow::{self, Continue};
 
 use super::Heap;
@@ -12,9 +12,16 @@ impl Heap {
     ///
     /// Free slots of slabs with a live block are not included. The iteration visits every record,
     /// including those of live blocks.
-    #[must_use]
-    pub fn free_extents(&self) -> FreeExtents<'_> {
-        FreeExtents { heap: self, at: self.records.first() }
+    pub fn free_extents(&self) -> impl Iterator<Item = Extent> + '_ {
+        let mut at = self.records.first();
+        iter::from_fn(move || {
+            while at != NIL && !self.is_wholly_free(at) {
+                at = self.records[at].next;
+            }
+            let (extent, after) = (at != NIL).then(|| self.free_run_from(at))?;
+            at = after;
+            Some(extent)
+        })
     }
 
     /// Calls `visit` with each free extent of at least `least` bytes, until it breaks. The cost
@@ -79,12 +86,6 @@ impl Heap {
         self.find_free(range).is_ok()
     }
 
-    /// Returns whether `address` is in the heap.
-    #[must_use]
-    pub fn contains(&self, address: u64) -> bool {
-        self.record_containing(address).is_some()
-    }
-
     /// Returns the size of the longest free extent, in bytes.
     #[must_use]
     pub fn largest_free(&self) -> u64 {
@@ -120,29 +121,3 @@ impl Heap {
         self.managed_bytes
     }
 }
-
-/// An iterator over the free extents of a heap in address order, from [`Heap::free_extents`].
-#[derive(Clone, Debug)]
-pub struct FreeExtents<'a> {
-    heap: &'a Heap,
-    /// The next record.
-    at: u32,
-}
-
-impl Iterator for FreeExtents<'_> {
-    type Item = Extent;
-
-    fn next(&mut self) -> Option<Extent> {
-        while self.at != NIL {
-            if self.heap.is_wholly_free(self.at) {
-                let (extent, after) = self.heap.free_run_from(self.at);
-                self.at = after;
-                return Some(extent);
-            }
-            self.at = self.heap.records[self.at].next;
-        }
-        None
-    }
-}
-
-impl FusedIterator for FreeExtents<'_> {}

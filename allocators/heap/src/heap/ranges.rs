@@ -7,8 +7,7 @@ use crate::{Extent, HeapError, Range};
 impl Heap {
     /// Adds `range` as free memory with `stamp`. Start and length are multiples of the unit.
     ///
-    /// It is merged with adjacent free memory, and split at every multiple of
-    /// [`Config::border`](crate::Config::border).
+    /// It is merged with adjacent free memory.
     ///
     /// # Errors
     ///
@@ -51,34 +50,12 @@ impl Heap {
         if above != NIL && self.records[above].start < range.end() {
             return Err(HeapError::Overlap { range, with: self.records[above].range() });
         }
-        let border = self.config.border;
-        let pieces = range.len.checked_div(border).map_or(0, |whole| whole + 2);
-        if !usize::try_from(pieces + 1).is_ok_and(|more| self.records.has_room_for(more)) {
+        if !self.records.has_room_for(1) {
             return Err(HeapError::TooManyRecords);
         }
-
-        let mut prev = below.unwrap_or(NIL);
-        let mut start = range.start;
-        while start < range.end() {
-            let end = match border {
-                0 => range.end(),
-                _ => (start / border + 1).saturating_mul(border).min(range.end()),
-            };
-            let mut piece_borders = 0;
-            if start == range.start && borders & BORDER_BELOW != 0
-                || border != 0 && start.is_multiple_of(border)
-            {
-                piece_borders |= BORDER_BELOW;
-            }
-            if end == range.end() && borders & BORDER_ABOVE != 0
-                || border != 0 && end.is_multiple_of(border)
-            {
-                piece_borders |= BORDER_ABOVE;
-            }
-            let id = self.insert_after(prev, Record::new(start, end - start, stamp, piece_borders));
-            prev = self.free_and_coalesce(id);
-            start = end;
-        }
+        let record = Record::new(range.start, range.len, stamp, borders);
+        let id = self.insert_after(below.unwrap_or(NIL), record);
+        self.free_and_coalesce(id);
         self.managed_bytes += range.len;
         debug_assert!(self.free_bytes <= self.managed_bytes, "more is free than was added");
         Ok(())

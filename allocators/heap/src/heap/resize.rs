@@ -1,8 +1,7 @@
 //! Resizing a block in place.
 
 use super::Heap;
-use super::free::LiveBlock;
-use crate::range::{Key, SLAB_BIT};
+use crate::range::SLAB_BIT;
 use crate::records::{BORDER_ABOVE, BORDER_BELOW, NIL, Record, State};
 use crate::{HeapBlock, HeapError};
 
@@ -18,45 +17,34 @@ impl Heap {
     /// # Errors
     ///
     /// [`HeapError::NoRoom`] with the possible size, [`HeapError::ZeroSize`],
-    /// [`HeapError::TooManyRecords`], or those of [`free`](Self::free) if no live block starts at
-    /// `address`.
+    /// [`HeapError::TooManyRecords`], or those of [`block_at`](Self::block_at) if no live block
+    /// starts at `address`.
     pub fn resize_in_place(
         &mut self,
         address: u64,
         new_bytes: u64,
         stamp: u64,
     ) -> Result<HeapBlock, HeapError> {
-        let live = self.find_live(address)?;
+        let block = self.block_at(address)?;
         if new_bytes == 0 {
             return Err(HeapError::ZeroSize);
         }
-        match live {
-            LiveBlock::Slot { slab, slot } => {
-                let slab_ref = self.slabs.slab(slab);
-                let key = Key::new(slab | SLAB_BIT, slab_ref.generation(slot));
-                let block = HeapBlock { address, bytes: slab_ref.slot, key };
-                if new_bytes > slab_ref.slot {
-                    let range = block.range();
-                    return Err(HeapError::NoRoom {
-                        block: range,
-                        wanted: new_bytes,
-                        available: slab_ref.slot,
-                    });
-                }
+        let id = block.key.index();
+        if id & SLAB_BIT != 0 {
+            return if new_bytes > block.bytes {
+                let (range, available) = (block.range(), block.bytes);
+                Err(HeapError::NoRoom { block: range, wanted: new_bytes, available })
+            } else {
                 Ok(block)
-            }
-            LiveBlock::Record(id) => {
-                let len = self.records[id].len;
-                let wanted = self.whole_units(new_bytes).unwrap_or(u64::MAX);
-                if wanted < len {
-                    self.cut_tail(id, len - wanted, stamp)?;
-                } else if wanted > len {
-                    self.extend(id, wanted - len)?;
-                }
-                let Record { start, len, generation, .. } = self.records[id];
-                Ok(HeapBlock { address: start, bytes: len, key: Key::new(id, generation) })
-            }
+            };
         }
+        let wanted = self.whole_units(new_bytes).unwrap_or(u64::MAX);
+        if wanted < block.bytes {
+            self.cut_tail(id, block.bytes - wanted, stamp)?;
+        } else if wanted > block.bytes {
+            self.extend(id, wanted - block.bytes)?;
+        }
+        Ok(HeapBlock { bytes: self.records[id].len, ..block })
     }
 
     /// Frees the last `tail` bytes of the live record `id`.

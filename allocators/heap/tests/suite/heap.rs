@@ -53,7 +53,7 @@ mod fit {
                 let block = heap.alloc(len, 512).unwrap();
                 assert_eq!(block.range(), Range::new(BASE, len));
                 assert_eq!(heap.alloc(1, 1), None);
-                assert_eq!(heap.free(BASE, stamp).unwrap().bytes, len);
+                heap.free_block(&block, stamp).unwrap();
                 assert_eq!(extents(&heap), [Extent { range: Range::new(BASE, len), stamp }]);
             }
         }
@@ -97,11 +97,7 @@ mod fit {
         let mut heap = device(MIB);
         for bytes in [512, 1024, 1536, 2048, 16 * KIB] {
             let block = heap.alloc(bytes, 512).unwrap();
-            assert_eq!(
-                heap.free_block(&block, 0).unwrap().extent,
-                None,
-                "the slab stays as a spare"
-            );
+            heap.free_block(&block, 0).unwrap();
         }
         assert_eq!((heap.free_bytes(), heap.largest_free()), (MIB, MIB));
         assert_eq!(heap.alloc(MIB, 512).map(|block| block.address), Some(BASE));
@@ -164,7 +160,7 @@ mod fit {
             for bytes in [1, 100, 4096, 100_000] {
                 let block = heap.alloc(bytes, 1 << shift).unwrap();
                 assert_eq!(block.address % (1 << shift), 0);
-                heap.free(block.address, 0).unwrap();
+                heap.free_block(&block, 0).unwrap();
             }
         }
         assert_eq!(extents(&heap), [Extent { range: Range::new(BASE + 16, 8 * MIB), stamp: 0 }]);
@@ -180,7 +176,7 @@ mod ending {
         let small = heap.alloc(2048, 512).unwrap();
         let large = heap.alloc(100 * KIB, 512).unwrap();
         let gone = heap.alloc(100 * KIB, 512).unwrap();
-        heap.free(gone.address, 0).unwrap();
+        heap.free_block(&gone, 0).unwrap();
         let before = (heap.live_bytes(), heap.live_blocks(), extents(&heap));
         for (address, why) in [
             (7, HeapError::Foreign { address: 7 }),
@@ -197,8 +193,8 @@ mod ending {
                 HeapError::Interior { address: large.address + 512, block: large.range() },
             ),
         ] {
-            assert_eq!(heap.free(address, 9), Err(why));
-            assert_eq!(heap.size_of(address), None);
+            assert_eq!(heap.free_block(&HeapBlock { address, ..gone }, 9), Err(why));
+            assert_eq!(heap.block_at(address), Err(why));
         }
         assert_eq!((heap.live_bytes(), heap.live_blocks(), extents(&heap)), before);
         assert_eq!(heap.check(), Ok(()));
@@ -220,7 +216,7 @@ mod ending {
                 heap.free_block(&first, 0),
                 Err(HeapError::Stale { address: first.address })
             );
-            assert_eq!(heap.size_of(second.address), Some(second.bytes));
+            assert_eq!(heap.block_at(second.address), Ok(second));
             heap.free_block(&second, 0).unwrap();
         }
     }
@@ -360,22 +356,6 @@ mod ranges {
     }
 
     #[test]
-    fn no_block_crosses_a_border_and_no_extent_merges_over_one() {
-        let mut heap = Heap::new(Config { border: MIB, ..Config::host() });
-        heap.add(Range::new(BASE + MIB / 2, 3 * MIB), 0).unwrap();
-        let lens: Vec<_> = heap.free_extents().map(|extent| extent.range.len).collect();
-        assert_eq!(lens, [MIB / 2, MIB, MIB, MIB / 2]);
-        assert_eq!(heap.alloc(MIB + 16, 16), None);
-        let block = heap.alloc(MIB, 16).unwrap();
-        assert_eq!(block.address % MIB, 0);
-        heap.free_block(&block, 1).unwrap();
-        assert_eq!(heap.free_extents().count(), 4);
-        let across = Range::new(BASE + MIB - 16, 32);
-        assert_eq!(heap.alloc_at(across), Err(HeapError::Border { range: across, at: BASE + MIB }));
-        assert_eq!(heap.remove(across), Ok(1), "leaving may cross one");
-    }
-
-    #[test]
     fn segments_that_touch_stay_apart() {
         let mut heap = Heap::default();
         for n in 0..3 {
@@ -401,7 +381,8 @@ mod ranges {
             (0..16).map(|n| heap.alloc_at(Range::new(BASE + n * 512, 512)).unwrap()).collect();
         assert_eq!(heap.live_blocks(), 16);
         for tile in tiles.iter().rev() {
-            assert_eq!(heap.free(tile.address, 0).unwrap().bytes, 512);
+            assert_eq!(tile.bytes, 512);
+            heap.free_block(tile, 0).unwrap();
         }
         assert_eq!(heap.largest_free(), MIB);
     }
@@ -435,7 +416,6 @@ fn a_configuration_that_cannot_work_is_refused_by_its_field() {
         (Config { grain: 32 * KIB, ..good }, "grain 32768 "),
         (Config { small_max: 700, ..good }, "small_max 700 "),
         (Config { small_max: 64 * KIB, ..good }, "small_max 65536 "),
-        (Config { border: 1000, ..good }, "border 1000 "),
     ] {
         let refused = std::panic::catch_unwind(|| Heap::new(config)).unwrap_err();
         let message = refused.downcast_ref::<String>().unwrap();
@@ -476,15 +456,15 @@ fn an_address_is_found_wherever_it_lies_in_the_grain_of_the_map() {
     let blocks: Vec<_> =
         sizes.iter().cycle().take(25).map(|&n| heap.alloc(n, 512).unwrap()).collect();
     for (n, block) in blocks.iter().enumerate() {
-        assert_eq!(heap.size_of(block.address), Some(block.bytes));
+        assert_eq!(heap.block_at(block.address), Ok(*block));
         if n % 2 == 0 {
-            heap.free(block.address, 0).unwrap();
-            assert_eq!(heap.size_of(block.address), None);
+            heap.free_block(block, 0).unwrap();
+            assert!(heap.block_at(block.address).is_err());
             assert_eq!(heap.check(), Ok(()));
         }
     }
     let left = blocks.iter().skip(1).step_by(2);
-    assert!(left.map(|block| heap.free(block.address, 0)).all(|freed| freed.is_ok()));
+    assert!(left.map(|block| heap.free_block(block, 0)).all(|freed| freed.is_ok()));
     assert_eq!((heap.free_extents().count(), heap.check()), (1, Ok(())));
 }
 

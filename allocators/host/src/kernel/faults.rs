@@ -102,8 +102,6 @@ struct FaultPlan {
     made: [u64; SystemCall::ALL.len()],
     faults: Vec<PlannedFault>,
     times: Vec<TimedCalls>,
-    version: Option<(u32, u32)>,
-    moving: usize,
 }
 
 /// Calls with a simulated duration.
@@ -160,31 +158,11 @@ impl Faults {
         });
     }
 
-    /// Makes the next query report its first `pages` pages as being moved by the kernel.
-    pub fn seem_moving(&self, pages: usize) {
-        self.lock().moving = pages;
-    }
-
-    pub(super) fn moving(&self) -> usize {
-        std::mem::take(&mut self.lock().moving)
-    }
-
-    /// Makes the kernel report this version.
-    pub fn seem_version(&self, major: u32, minor: u32) {
-        self.lock().version = Some((major, minor));
-    }
-
-    pub(super) fn version(&self) -> Option<(u32, u32)> {
-        self.lock().version
-    }
-
     /// Removes everything that is planned. The counts stay.
     pub fn clear(&self) {
         let mut plan = self.lock();
         plan.faults.clear();
         plan.times.clear();
-        plan.version = None;
-        plan.moving = 0;
     }
 
     /// Returns the number of calls of this kind, including failures.

@@ -12,10 +12,9 @@ use std::{sync::Arc, time::Duration};
 #[non_exhaustive]
 pub struct PinnedConfig {
     /// The NUMA node for the memory. `None` for no placement. Default: `None`.
-    /// [`PinnedConfig::on`] sets it.
+    /// [`PinnedConfig::on`] sets it. Where the node is full, pages lie on others, which
+    /// [`PinnedPool::reports`](crate::PinnedPool::reports) shows.
     pub node: Option<NodeId>,
-    /// Whether memory on another node is an error. Default: `false`.
-    pub strict: bool,
     /// Whether the memory must be pinned. Default: [`Pinning::Preferred`].
     pub pinning: Pinning,
     /// Minimum bytes of a region. Larger requests get a region of their own size. Default: 64 MiB.
@@ -75,7 +74,6 @@ impl Default for PinnedConfig {
     fn default() -> Self {
         Self {
             node: None,
-            strict: false,
             pinning: Pinning::default(),
             chunk: 64 << 20,
             registration: region::RegionRequest::REGISTRATION,

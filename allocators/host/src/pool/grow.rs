@@ -119,11 +119,6 @@ impl PoolCore {
                 return Ok(Ok(block));
             }
         }
-        let larger =
-            self.with(|state| state.allocate_larger(layout).map(|at| Self::allocated(state, at)));
-        if let Some(block) = larger {
-            return Ok(Ok(block));
-        }
         if let Some(block) = self.wait_for_pending(patience, generation, layout, tried)? {
             return Ok(Ok(block));
         }
@@ -199,7 +194,6 @@ impl PoolCore {
         let config = &shared.config;
         let mut request = RegionRequest::bytes(bytes);
         request.node = config.node;
-        request.strict = config.strict;
         request.pinning = config.pinning;
         request.share_on_fork = config.share_on_fork;
         request.pages = config.pages;

@@ -161,16 +161,6 @@ impl PoolState {
         }
     }
 
-    /// Allocates a slot of a larger class, as a last resort.
-    pub(super) fn allocate_larger(&mut self, layout: Layout) -> Option<u64> {
-        let class = classes::slotted(layout)?;
-        let fits = |&class: &usize| classes::bytes_of(class).is_multiple_of(layout.align());
-        let (span, slot) = (class..classes::SLOTTED)
-            .filter(fits)
-            .find_map(|class| self.spans.allocate_from_any_shard(class))?;
-        Some(self.finish_allocation(span, slot, layout.size() as u64))
-    }
-
     #[inline]
     fn finish_allocation(&mut self, span: &'static SlabSpan, slot: usize, requested: u64) -> u64 {
         debug_assert_eq!(span.get(slot), SlotState::Live, "a slot that was not taken");

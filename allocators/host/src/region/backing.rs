@@ -7,7 +7,7 @@
 #![expect(unsafe_code, reason = "ends registrations and driver allocations")]
 
 use super::{
-    Cause, Reach, RegionError, Step,
+    Cause, Reach, RegionError,
     mapping::{Mapping, retry_stranded, strand, stranded_bytes},
 };
 use crate::kernel::{Span, is_forked_child, pointer};
@@ -155,19 +155,17 @@ impl Backing {
     /// # Errors
     /// The failed release. The memory is then stranded.
     pub(super) fn release(&mut self) -> Result<Option<Charge>, RegionError> {
-        self.unregister().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)))?;
+        self.unregister().map_err(|e| RegionError::new(Cause::Driver(e)))?;
         let (left, answer) = match self.memory.take() {
             None => return Ok(None),
             Some(Memory::Mapped(mapping)) => {
                 // A worker still uses the mapping, and releases it.
                 let Some(mut mapping) = Arc::into_inner(mapping) else { return Ok(None) };
-                let answer =
-                    mapping.release().map_err(|e| RegionError::new(Step::Map, Cause::System(e)));
+                let answer = mapping.release().map_err(|e| RegionError::new(Cause::System(e)));
                 (answer.is_err().then(|| Memory::Mapped(Arc::new(mapping))), answer)
             }
             Some(Memory::Driver(mut block)) => {
-                let answer =
-                    block.release().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)));
+                let answer = block.release().map_err(|e| RegionError::new(Cause::Driver(e)));
                 (answer.is_err().then_some(Memory::Driver(block)), answer)
             }
         };

@@ -14,9 +14,7 @@ use super::{
     Host, Pinning, Reach, Region, RegionRequest,
     backing::{Backing, DriverBlock, end_retired},
     mapping::{Mapping, retry_stranded},
-    report::{
-        Cause, LARGEST, PageTier, PinnedBy, PlacedBy, RegionError, RegionReport, Shortfall, Step,
-    },
+    report::{Cause, LARGEST, PageTier, PinnedBy, RegionError, RegionReport},
 };
 use crate::{
     kernel::{Advice, Span},
@@ -36,17 +34,13 @@ struct RegionBuilder<'a> {
     /// The node of the pages, and the node of the workers that touch them.
     node: Option<NodeId>,
     worker_node: Option<NodeId>,
-    /// No worker could be bound to the node. This thread or an unbound worker touched the pages,
-    /// on any node.
-    unbound_touch: bool,
-    shortfalls: Vec<Shortfall>,
+    shortfalls: Vec<Cause>,
 }
 
 /// A failed attempt. Without the charge there is no further attempt: a worker or the driver still
 /// holds the memory, and releases it together with the charge.
 struct AttemptFailure {
     charge: Option<Charge>,
-    step: Step,
     cause: Cause,
 }
 
@@ -55,7 +49,6 @@ struct BuiltRegion {
     backing: Backing,
     span: Span,
     pages: PageTier,
-    placed_by: PlacedBy,
 }
 
 impl Region {
@@ -70,16 +63,9 @@ impl Region {
         let charge = charge(budget, builder.bytes)?;
         let made = match builder.try_all(charge) {
             Ok(made) => made,
-            Err(failed) => return Err(builder.error(failed.step, failed.cause)),
+            Err(failed) => return Err(builder.error(failed.cause)),
         };
         let placement = builder.verify(&made);
-        if builder.is_strict() {
-            let (elsewhere, unknown) = (placement.elsewhere(), placement.unknown);
-            if elsewhere + unknown > 0 || placement.on_node() == 0 {
-                // The drop of the backing releases everything.
-                return Err(builder.error(Step::Verify, Cause::Misplaced { elsewhere, unknown }));
-            }
-        }
         let pinned_by = match (&made.pages, made.backing.registrations().len()) {
             (PageTier::DriverChosen, _) => PinnedBy::Driver,
             (_, 0) => PinnedBy::Nobody,
@@ -102,18 +88,14 @@ fn charge(budget: &Budget, bytes: usize) -> Result<Charge, RegionError> {
         Err(_) if end_retired() > 0 => budget.charge(bytes as u64),
         answer => answer,
     };
-    first.map_err(|refused| RegionError::new(Step::Charge, Cause::Budget(refused)))
+    first.map_err(|refused| RegionError::new(Cause::Budget(refused)))
 }
 
 impl<'a> RegionBuilder<'a> {
     fn prepare(host: &'a Host, request: &'a RegionRequest) -> Result<Self, RegionError> {
-        let page =
-            host.topology.page_size().value.and_then(|n| usize::try_from(n).ok()).unwrap_or(4096);
+        let page = host.topology.page_size();
         if request.bytes == 0 || request.bytes > LARGEST {
-            return Err(RegionError::new(
-                Step::Request,
-                Cause::Size { bytes: request.bytes, max: LARGEST },
-            ));
+            return Err(RegionError::new(Cause::Size { bytes: request.bytes, max: LARGEST }));
         }
         let bytes = request.bytes.next_multiple_of(page);
         let mut builder = Self {
@@ -123,7 +105,6 @@ impl<'a> RegionBuilder<'a> {
             page,
             node: None,
             worker_node: None,
-            unbound_touch: false,
             shortfalls: Vec::new(),
         };
         builder.choose_nodes()?;
@@ -134,42 +115,36 @@ impl<'a> RegionBuilder<'a> {
     fn choose_nodes(&mut self) -> Result<(), RegionError> {
         let Some(node) = self.request.node else { return Ok(()) };
         let topology = &self.host.topology;
-        if topology.numa_setting().value == Some(false) {
-            self.fell_short(Step::Request, Cause::NumaOff);
+        if topology.is_numa_off() {
+            self.fell_short(Cause::NumaOff);
             return Ok(());
         }
         if topology.node(node).is_none() {
-            return Err(RegionError::new(Step::Request, Cause::UnknownNode(node)));
+            return Err(RegionError::new(Cause::UnknownNode(node)));
         }
         self.node = Some(node);
         self.worker_node = topology.nearest_with_cpus(node).map(|near| near.id);
         if self.worker_node != Some(node) {
-            self.fell_short(Step::Populate, Cause::NoCpus(node));
+            self.fell_short(Cause::NoCpus(node));
         }
         Ok(())
     }
 
-    /// Returns whether placement is strict. Without a requested node, every node is right.
-    fn is_strict(&self) -> bool {
-        self.request.strict && self.request.node.is_some()
-    }
-
-    fn fell_short(&mut self, step: Step, cause: Cause) {
-        let shortfall = Shortfall { step, cause };
-        if !self.shortfalls.contains(&shortfall) {
-            self.shortfalls.push(shortfall);
+    fn fell_short(&mut self, cause: Cause) {
+        if !self.shortfalls.contains(&cause) {
+            self.shortfalls.push(cause);
         }
     }
 
-    fn error(&mut self, step: Step, cause: Cause) -> RegionError {
-        RegionError { step, cause, before: std::mem::take(&mut self.shortfalls) }
+    fn error(&mut self, cause: Cause) -> RegionError {
+        RegionError { cause, before: std::mem::take(&mut self.shortfalls) }
     }
 
     /// Records why an attempt failed. Returns the charge if another attempt is possible.
     fn next_attempt(&mut self, failed: AttemptFailure) -> Result<Charge, AttemptFailure> {
         match failed.charge {
             Some(charge) => {
-                self.fell_short(failed.step, failed.cause);
+                self.fell_short(failed.cause);
                 Ok(charge)
             }
             None => Err(failed),
@@ -182,15 +157,11 @@ impl<'a> RegionBuilder<'a> {
             (Pinning::Off, _) => return self.mapped(charge, None),
             (_, Some(reach)) => reach.clone(),
             (Pinning::Preferred, None) => {
-                self.fell_short(Step::Register, Cause::NoDriver);
+                self.fell_short(Cause::NoDriver);
                 return self.mapped(charge, None);
             }
             (Pinning::Required, None) => {
-                return Err(AttemptFailure {
-                    charge: Some(charge),
-                    step: Step::Register,
-                    cause: Cause::NoDriver,
-                });
+                return Err(AttemptFailure { charge: Some(charge), cause: Cause::NoDriver });
             }
         };
         let mut charge = charge;
@@ -216,28 +187,26 @@ impl<'a> RegionBuilder<'a> {
         let mut tier = self.best_tier(self.request.pages);
         let mut mapping = match Mapping::reserve(&self.host.kernel, self.bytes, charge) {
             Ok(mapping) => mapping,
-            Err((charge, e)) => return Err(failed(Some(charge), Step::Address, e)),
+            Err((charge, e)) => return Err(failed(Some(charge), e)),
         };
         loop {
             match self.with_tier(mapping, tier, reach.clone()) {
                 Ok(made) => return Ok(made),
                 // The pool of huge pages had fewer pages than reported, or another process has used
                 // them.
-                Err((Some(again), step, cause)) if self.may_lower_tier(tier, step) => {
-                    self.fell_short(step, cause);
+                Err((Some(again), cause)) if Self::may_lower_tier(tier, &cause) => {
+                    self.fell_short(cause);
                     tier = self.best_tier(tier.below());
                     mapping = again;
                 }
-                Err((Some(mut mapping), step, cause)) => {
+                Err((Some(mut mapping), cause)) => {
                     return match mapping.release() {
-                        Ok(charge) => Err(AttemptFailure { charge, step, cause }),
+                        Ok(charge) => Err(AttemptFailure { charge, cause }),
                         // The mapping strands itself, with the charge.
-                        Err(e) => Err(failed(None, Step::Map, e)),
+                        Err(e) => Err(failed(None, e)),
                     };
                 }
-                Err((None, step, cause)) => {
-                    return Err(AttemptFailure { charge: None, step, cause });
-                }
+                Err((None, cause)) => return Err(AttemptFailure { charge: None, cause }),
             }
         }
     }
@@ -249,58 +218,42 @@ impl<'a> RegionBuilder<'a> {
         mut mapping: Mapping,
         tier: PageTier,
         reach: Option<Reach>,
-    ) -> Result<BuiltRegion, (Option<Mapping>, Step, Cause)> {
+    ) -> Result<BuiltRegion, (Option<Mapping>, Cause)> {
         let mut tier = tier;
         if let Err(e) = mapping.map(tier, self.request.share_on_fork) {
-            return Err((Some(mapping), Step::Map, Cause::System(e)));
+            return Err((Some(mapping), Cause::System(e)));
         }
         // A fork would copy all pinned pages for the child.
         if !self.request.share_on_fork
             && let Err(e) = mapping.advise(Advice::DontFork)
         {
-            return Err((Some(mapping), Step::Protect, Cause::System(e)));
+            return Err((Some(mapping), Cause::System(e)));
         }
         // A large core dump is no reason to fail.
         if let Err(e) = mapping.advise(Advice::DontDump) {
-            self.fell_short(Step::Protect, Cause::System(e));
+            self.fell_short(Cause::System(e));
         }
         if tier == PageTier::Transparent
             && let Err(e) = mapping.advise(Advice::HugePage)
         {
-            self.fell_short(Step::Pages, Cause::System(e));
+            self.fell_short(Cause::System(e));
             tier = PageTier::Base;
         }
-        let placed_by = self.place(&mapping);
+        if let Some(node) = self.node
+            && let Err(e) = self.host.kernel.prefer(mapping.span(), node)
+        {
+            // The workers on the node touch the pages first.
+            self.fell_short(Cause::System(e));
+        }
         let span = mapping.span();
         let mapping = Arc::new(mapping);
         let mut backing = Backing::mapped(mapping.clone(), reach.clone());
         match self.populate_and_register(&mapping, &mut backing, tier, reach.is_some()) {
-            Ok(()) if self.unbound_touch && placed_by == PlacedBy::FirstTouch => {
-                Ok(BuiltRegion { backing, span, pages: tier, placed_by: PlacedBy::Nobody })
-            }
-            Ok(()) => Ok(BuiltRegion { backing, span, pages: tier, placed_by }),
-            Err((step, cause)) => {
+            Ok(()) => Ok(BuiltRegion { backing, span, pages: tier }),
+            Err(cause) => {
                 // Registrations end first. If the driver refuses, mapping and charge are kept.
                 drop(mapping);
-                Err((backing.into_mapping(), step, cause))
-            }
-        }
-    }
-
-    fn place(&mut self, mapping: &Mapping) -> PlacedBy {
-        let Some(node) = self.node else { return PlacedBy::Nobody };
-        match self.host.kernel.prefer(mapping.span(), node) {
-            Ok(()) => PlacedBy::Policy,
-            Err(e) => {
-                self.fell_short(Step::Policy, Cause::System(e));
-                // First touch cannot place pages on a node without memory.
-                let can_hold =
-                    self.host.topology.node(node).is_some_and(|node| node.memory_allowed);
-                if self.worker_node == Some(node) && can_hold {
-                    PlacedBy::FirstTouch
-                } else {
-                    PlacedBy::Nobody
-                }
+                Err((backing.into_mapping(), cause))
             }
         }
     }
@@ -319,13 +272,13 @@ impl<'a> RegionBuilder<'a> {
         let allocate = move || {
             let charge = for_worker.lock().unwrap_or_else(PoisonError::into_inner).take();
             let Some(charge) = charge else {
-                return Err((Step::DriverAlloc, Cause::Workers(WorkerError::Lost), None));
+                return Err((Cause::Workers(WorkerError::Lost), None));
             };
             let _relaxed = Relaxed::enter(&*worker_reach.driver);
             let address = match worker_reach.call(|driver, device| driver.host_alloc(device, bytes))
             {
                 Ok(address) => address.as_ptr().expose_provenance(),
-                Err(e) => return Err((Step::DriverAlloc, Cause::Driver(e), Some(charge))),
+                Err(e) => return Err((Cause::Driver(e), Some(charge))),
             };
             let span = Span { start: address, len: bytes };
             Ok(DriverBlock::new(span, worker_reach.clone(), charge))
@@ -338,38 +291,27 @@ impl<'a> RegionBuilder<'a> {
                 answer
             }
             Err(error @ WorkerError::Lost) => {
-                let (step, cause) = (Step::DriverAlloc, Cause::Workers(error));
-                return Err(AttemptFailure { charge: None, step, cause });
+                return Err(AttemptFailure { charge: None, cause: Cause::Workers(error) });
             }
             Err(error) => {
-                self.fell_short(Step::DriverAlloc, Cause::Workers(error));
-                self.unbound_touch = true;
+                self.fell_short(Cause::Workers(error));
                 allocate()
             }
         };
         match answer {
             Ok(block) => {
                 let span = block.span();
-                let placed_by = if self.node.is_some()
-                    && self.worker_node == self.node
-                    && !self.unbound_touch
-                {
-                    PlacedBy::FirstTouch
-                } else {
-                    PlacedBy::Nobody
-                };
                 Ok(BuiltRegion {
                     backing: Backing::driver(block),
                     span,
                     pages: PageTier::DriverChosen,
-                    placed_by,
                 })
             }
-            Err((step, cause, charge)) => Err(AttemptFailure { charge, step, cause }),
+            Err((cause, charge)) => Err(AttemptFailure { charge, cause }),
         }
     }
 }
 
-fn failed(charge: Option<Charge>, step: Step, error: SystemError) -> AttemptFailure {
-    AttemptFailure { charge, step, cause: Cause::System(error) }
+fn failed(charge: Option<Charge>, error: SystemError) -> AttemptFailure {
+    AttemptFailure { charge, cause: Cause::System(error) }
 }

@@ -54,19 +54,6 @@ pub enum PinnedBy {
     Nobody,
 }
 
-/// What determined the node of the pages.
-///
-/// See [`RegionReport`] for an example.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum PlacedBy {
-    /// The memory policy of the mapping.
-    Policy,
-    /// First touch by threads on the node.
-    FirstTouch,
-    /// Nothing.
-    Nobody,
-}
-
 /// The location of the pages, as reported by the kernel.
 ///
 /// See [`RegionReport`] for an example.
@@ -75,8 +62,6 @@ pub enum PlacedBy {
 pub struct Placement {
     /// The requested node.
     pub wanted: Option<NodeId>,
-    /// What determined the node of the pages.
-    pub by: PlacedBy,
     /// Number of queried pages on each node, in order of nodes.
     pub pages: Vec<(NodeId, u64)>,
     /// Number of pages whose node the kernel did not report.
@@ -95,36 +80,6 @@ impl Placement {
     pub fn elsewhere(&self) -> u64 {
         self.pages.iter().filter(|(node, _)| Some(*node) != self.wanted).map(|(_, n)| n).sum()
     }
-}
-
-/// A step of creating or releasing a region.
-///
-/// See [`RegionReport`] for an example.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[non_exhaustive]
-pub enum Step {
-    /// Checking the request.
-    Request,
-    /// Charging the budget.
-    Charge,
-    /// Reserving addresses.
-    Address,
-    /// Mapping memory, or unmapping it.
-    Map,
-    /// Excluding the memory from child processes and core dumps.
-    Protect,
-    /// Choosing the kind of pages.
-    Pages,
-    /// Setting the memory policy.
-    Policy,
-    /// Populating the pages.
-    Populate,
-    /// Registering with the driver, or ending a registration.
-    Register,
-    /// Allocating from the driver.
-    DriverAlloc,
-    /// Querying where the pages are.
-    Verify,
 }
 
 /// The reason why a step failed or was skipped.
@@ -175,33 +130,8 @@ pub enum Cause {
         /// Bytes in base pages.
         bytes: u64,
     },
-    /// The driver or the kernel cannot pin as much at once as one registration was to have.
-    Chunks {
-        /// Requested bytes of one registration.
-        asked: usize,
-        /// Actual bytes of one registration.
-        taken: usize,
-    },
-    /// The request was strict, and pages are on other nodes or their node is unknown.
-    Misplaced {
-        /// Pages on other nodes.
-        elsewhere: u64,
-        /// Pages whose node is unknown.
-        unknown: u64,
-    },
     /// The pool was closed while the region was created, or its table of records is full.
     NotKept,
-}
-
-/// A requested property that was not available.
-///
-/// See [`RegionReport`] for an example.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Shortfall {
-    /// The step of the fallback.
-    pub step: Step,
-    /// The reason.
-    pub cause: Cause,
 }
 
 /// How a region was created.
@@ -226,8 +156,8 @@ pub struct RegionReport {
     pub pinned_by: PinnedBy,
     /// The location of the pages.
     pub placement: Placement,
-    /// Requested properties that were not available, in the order of the steps.
-    pub shortfalls: Vec<Shortfall>,
+    /// Why requested properties were not available, in the order of the steps.
+    pub shortfalls: Vec<Cause>,
 }
 
 /// A region that could not be created or released.
@@ -236,27 +166,25 @@ pub struct RegionReport {
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RegionError {
-    /// The step that failed.
-    pub step: Step,
     /// The reason.
     pub cause: Cause,
     /// Earlier failures that had a fallback.
-    pub before: Vec<Shortfall>,
+    pub before: Vec<Cause>,
 }
 
 impl RegionError {
-    pub(super) fn new(step: Step, cause: Cause) -> Self {
-        Self { step, cause, before: Vec::new() }
+    pub(super) fn new(cause: Cause) -> Self {
+        Self { cause, before: Vec::new() }
     }
 
     /// Creates the error for a request whose size computation overflows.
     pub(crate) fn too_large(bytes: usize) -> Self {
-        Self::new(Step::Request, Cause::Size { bytes, max: LARGEST })
+        Self::new(Cause::Size { bytes, max: LARGEST })
     }
 
     /// Creates the error for a region that was created but could not be kept.
     pub(crate) fn not_kept() -> Self {
-        Self::new(Step::Request, Cause::NotKept)
+        Self::new(Cause::NotKept)
     }
 }
 
@@ -267,24 +195,6 @@ impl fmt::Display for PageTier {
             Self::Base => "base pages",
             Self::Transparent => "transparent huge pages",
             Self::HugeTlb => "huge pages from the pool",
-        })
-    }
-}
-
-impl fmt::Display for Step {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Request => "request",
-            Self::Charge => "charge",
-            Self::Address => "address",
-            Self::Map => "map",
-            Self::Protect => "protect",
-            Self::Pages => "pages",
-            Self::Policy => "policy",
-            Self::Populate => "populate",
-            Self::Register => "register",
-            Self::DriverAlloc => "driver allocation",
-            Self::Verify => "verify",
         })
     }
 }
@@ -313,12 +223,6 @@ impl fmt::Display for Cause {
             Self::Stalled { bytes } => {
                 write!(f, "huge pages took longer than base pages, which {bytes} bytes are in now")
             }
-            Self::Chunks { asked, taken } => {
-                write!(f, "one registration cannot pin {asked} bytes here: {taken} at once")
-            }
-            Self::Misplaced { elsewhere, unknown } => {
-                write!(f, "{elsewhere} pages on other nodes, {unknown} of unknown place")
-            }
             Self::NotKept => {
                 f.write_str("the pool was closed in the meantime, or its tables are full")
             }
@@ -326,17 +230,11 @@ impl fmt::Display for Cause {
     }
 }
 
-impl fmt::Display for Shortfall {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.step, self.cause)
-    }
-}
-
 aquifer_core::__debug_as_display!(RegionError);
 
 impl fmt::Display for RegionError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.step, self.cause)?;
+        self.cause.fmt(f)?;
         for before in &self.before {
             write!(f, "; before that, {before}")?;
         }
@@ -375,14 +273,10 @@ impl From<RegionError> for MemoryError {
             | Cause::NotHuge
             | Cause::NotOffered
             | Cause::Touched
-            | Cause::Stalled { .. }
-            | Cause::Chunks { .. } => Self::Unsupported { feature: "populating pinned memory" },
+            | Cause::Stalled { .. } => Self::Unsupported { feature: "populating pinned memory" },
             Cause::NoDriver => Self::Unsupported { feature: "pinned memory without a driver" },
             Cause::UnknownNode(_) | Cause::NumaOff | Cause::NoCpus(_) | Cause::Workers(_) => {
                 Self::Unsupported { feature: "memory on that NUMA node" }
-            }
-            Cause::Misplaced { .. } => {
-                Self::Unsupported { feature: "every page on the wanted NUMA node" }
             }
         }
     }

@@ -12,11 +12,11 @@
 
 use crate::kernel::{Kernel, Span};
 use aquifer_core::SystemError;
+use aquifer_heap::{Config, Heap, Range};
 use nix::libc;
 use std::{
-    collections::BTreeMap,
     num::NonZeroUsize,
-    ops::Range,
+    ops,
     sync::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -34,56 +34,26 @@ const SMALLEST: usize = 1 << 30;
 static START: AtomicUsize = AtomicUsize::new(0);
 static LEN: AtomicUsize = AtomicUsize::new(0);
 
-/// The free parts of the window. `None` before the reservation.
-static FREE: Mutex<Option<FreeRanges>> = Mutex::new(None);
+/// The window's addresses, of which blocks with a gap behind each are allocated. `None` before the
+/// reservation.
+static ADDRESSES: Mutex<Option<Heap>> = Mutex::new(None);
 
-/// Free address ranges: start to length. No two are adjacent.
-#[derive(Default)]
-struct FreeRanges(BTreeMap<usize, usize>);
-
-impl FreeRanges {
-    /// Removes `bytes` bytes. First fit: addresses are plentiful, and low ones keep page tables
-    /// dense.
-    fn allocate(&mut self, bytes: usize) -> Option<usize> {
-        let (&start, &len) = self.0.iter().find(|&(_, &len)| len >= bytes)?;
-        self.0.remove(&start);
-        if len > bytes {
-            self.0.insert(start + bytes, len - bytes);
-        }
-        Some(start)
-    }
-
-    /// Inserts `len` free bytes at `start`, coalesced with free neighbours.
-    fn insert(&mut self, mut start: usize, mut len: usize) {
-        debug_assert!(
-            self.0.range(..start + len).next_back().is_none_or(|(&at, &of)| at + of <= start),
-            "{len} bytes at {start:#x} are free already"
-        );
-        if let Some((&before, &bytes)) = self.0.range(..start).next_back()
-            && before + bytes == start
-        {
-            self.0.remove(&before);
-            (start, len) = (before, bytes + len);
-        }
-        if let Some(bytes) = self.0.remove(&(start + len)) {
-            len += bytes;
-        }
-        self.0.insert(start, len);
-    }
-}
+/// The settings of [`ADDRESSES`].
+const HEAP: Config = Config { unit: UNIT, page: UNIT, grain: UNIT, small_max: 0 };
+const UNIT: u64 = GRANULE as u64;
 
 /// Returns the bounds of the window, once a region has been created.
 ///
 /// They never change. Memory that the driver allocated lies outside.
 #[must_use]
-pub fn bounds() -> Option<Range<usize>> {
+pub fn bounds() -> Option<ops::Range<usize>> {
     let len = LEN.load(Ordering::Acquire);
     let start = START.load(Ordering::Relaxed);
     (len > 0).then(|| start..start + len)
 }
 
-fn lock() -> MutexGuard<'static, Option<FreeRanges>> {
-    FREE.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock() -> MutexGuard<'static, Option<Heap>> {
+    ADDRESSES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 const fn out_of_addresses() -> SystemError {
@@ -95,18 +65,19 @@ const fn out_of_addresses() -> SystemError {
 pub(super) fn carve(kernel: &Kernel, bytes: usize) -> Result<Span, SystemError> {
     let padded = bytes.checked_next_multiple_of(GRANULE).and_then(|n| n.checked_add(GRANULE));
     let padded = padded.ok_or(out_of_addresses())?;
-    let mut free = lock();
-    if free.is_none() {
+    let mut addresses = lock();
+    if addresses.is_none() {
         // Under the lock, so that it happens only once. It takes microseconds.
         let whole = reserve(kernel)?;
         START.store(whole.start, Ordering::Relaxed);
         LEN.store(whole.len, Ordering::Release);
-        let mut all = FreeRanges::default();
-        all.insert(whole.start, whole.len);
-        *free = Some(all);
+        let mut heap = Heap::new(HEAP);
+        let added = heap.add(Range::new(whole.start as u64, whole.len as u64), 0);
+        debug_assert!(added.is_ok(), "{added:?}");
+        *addresses = Some(heap);
     }
-    let start = free.as_mut().and_then(|free| free.allocate(padded)).ok_or(out_of_addresses())?;
-    Ok(Span { start, len: bytes })
+    let block = addresses.as_mut().and_then(|heap| heap.alloc(padded as u64, UNIT));
+    Ok(Span { start: block.ok_or(out_of_addresses())?.address as usize, len: bytes })
 }
 
 fn reserve(kernel: &Kernel) -> Result<Span, SystemError> {
@@ -127,9 +98,9 @@ fn reserve(kernel: &Kernel) -> Result<Span, SystemError> {
 
 /// Frees the addresses of a region. Only the reservation may be mapped there.
 pub(super) fn release(span: Span) {
-    let padded = span.len.next_multiple_of(GRANULE) + GRANULE;
-    if let Some(free) = lock().as_mut() {
-        free.insert(span.start, padded);
+    if let Some(heap) = lock().as_mut() {
+        let freed = heap.block_at(span.start as u64).and_then(|block| heap.free_block(&block, 0));
+        debug_assert!(freed.is_ok(), "{freed:?}");
     }
 }
 

@@ -19,7 +19,6 @@ use super::{
     permit::Permit,
     plan::{Direction, Endpoint, HostEnd, Move, Part, TransferPlan},
     pump::{copy_host, queue_moves},
-    stores::Stores,
     transfer::Transfer,
 };
 use aquifer_core::{MemoryError, Result as MemoryResult};
@@ -175,20 +174,14 @@ impl StagerCore {
         limit.min(self.config.slot) as u64
     }
 
-    /// Returns the kind of stores that the calling thread uses. Downloaded data is rarely read from
-    /// its caches soon.
-    fn inline_stores(&self, parts: &Parts) -> Stores {
-        let (configured, auto) = match parts.direction {
-            Direction::Upload if parts.total >= NON_TEMPORAL_UPLOAD => {
-                (self.config.stores, Stores::NonTemporal)
+    /// Returns whether the calling thread uses non-temporal stores. Downloaded data is rarely read
+    /// from its caches soon.
+    fn is_inline_non_temporal(parts: &Parts) -> bool {
+        parts.total
+            >= match parts.direction {
+                Direction::Upload => NON_TEMPORAL_UPLOAD,
+                Direction::Download => NON_TEMPORAL_DOWNLOAD,
             }
-            Direction::Upload => (self.config.stores, Stores::Cached),
-            Direction::Download if parts.total >= NON_TEMPORAL_DOWNLOAD => {
-                (self.config.down_stores, Stores::NonTemporal)
-            }
-            Direction::Download => (self.config.down_stores, Stores::Cached),
-        };
-        if configured == Stores::Auto { auto } else { configured }
     }
 
     /// Copies on the calling thread. Blocks.
@@ -224,7 +217,9 @@ impl StagerCore {
         let (moved, synchronized) = match slot {
             // SAFETY: 1. guaranteed by the caller, and no part is longer than a slot. 2. the
             // operands have just been ordered.
-            Some(slot) => unsafe { through_slot(on, parts, slot, self.inline_stores(parts)) },
+            Some(slot) => unsafe {
+                through_slot(on, parts, slot, Self::is_inline_non_temporal(parts))
+            },
             // SAFETY: 1. guaranteed by the caller. 2. the operands have just been ordered.
             None => unsafe { through_driver(on, parts) },
         };
@@ -287,7 +282,7 @@ unsafe fn through_slot(
     on: &Timeline,
     parts: &Parts,
     slot: &mut Slot,
-    stores: Stores,
+    non_temporal: bool,
 ) -> (MemoryResult<()>, MemoryResult<()>) {
     let cuts = cuts(parts.direction, parts.total as usize);
     let mut moves = std::mem::take(&mut slot.moves);
@@ -302,7 +297,7 @@ unsafe fn through_slot(
                 // SAFETY: 1. guaranteed by the caller: the parts are readable and fit into the
                 // slot. This thread has exclusive use of the slot, and no copy reads these bytes of
                 // it yet.
-                unsafe { copy_host(Direction::Upload, start, piece, stores) };
+                unsafe { copy_host(Direction::Upload, start, piece, non_temporal) };
                 // SAFETY: 1. the moves fit into the slot, which is not touched until they are known
                 // to be done. 2. guaranteed by the caller.
                 unsafe { queue_moves(on, Direction::Upload, start, piece) }
@@ -332,7 +327,7 @@ unsafe fn through_slot(
                 slot.report_access(on, bytes, HostAccess::Read);
                 // SAFETY: 1. guaranteed by the caller: the parts are writable and not accessed by
                 // others. No copy touches these bytes of the slot any more.
-                unsafe { copy_host(Direction::Download, start, piece, stores) };
+                unsafe { copy_host(Direction::Download, start, piece, non_temporal) };
             };
             // A piece that cannot be waited for by its event is copied after the wait for the whole
             // stream.

@@ -5,10 +5,9 @@ use crate::kernel::is_forked_child;
 use aquifer_core::panics::contain;
 use std::{
     fmt,
-    future::Future,
-    pin::Pin,
+    future::{self, Future},
     sync::{Arc, PoisonError},
-    task::{Context, Poll, Waker},
+    task::{Poll, Waker},
 };
 
 /// Permission to start one more transfer.
@@ -101,22 +100,9 @@ impl Stager {
 
     /// Returns a future that waits for a permit, for any runtime. If it is dropped early, it has
     /// not taken a permit.
-    pub fn ready(&self) -> PermitFuture<'_> {
-        PermitFuture { stager: self }
-    }
-}
-
-/// A future that resolves to a [`Permit`]. See [`Stager::ready`].
-#[must_use = "a future does nothing unless it is polled"]
-#[derive(Debug)]
-pub struct PermitFuture<'a> {
-    stager: &'a Stager,
-}
-
-impl Future for PermitFuture<'_> {
-    type Output = Permit;
-
-    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Permit> {
-        self.stager.take_permit(Some(context.waker())).map_or(Poll::Pending, Poll::Ready)
+    pub fn ready(&self) -> impl Future<Output = Permit> + Send + '_ {
+        future::poll_fn(|context| {
+            self.take_permit(Some(context.waker())).map_or(Poll::Pending, Poll::Ready)
+        })
     }
 }

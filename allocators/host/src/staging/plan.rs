@@ -125,7 +125,7 @@ pub(super) struct ChunkSizing {
 const PAGE: u64 = 4096;
 
 impl TransferPlan {
-    /// Joins parts that are contiguous on both sides, and cuts the result into chunks.
+    /// Cuts the parts into chunks.
     pub(super) fn new(
         direction: Direction,
         endpoint: Option<Endpoint>,
@@ -137,15 +137,8 @@ impl TransferPlan {
             if part.bytes == 0 {
                 continue;
             }
+            starts.push(total);
             total += part.bytes;
-            if let Some(last) = parts.last_mut()
-                && last.device + last.bytes == part.device
-                && follows(last.host.skip(last.bytes), part.host)
-            {
-                last.bytes += part.bytes;
-                continue;
-            }
-            starts.push(total - part.bytes);
             parts.push(part);
         }
         let phase = match parts.first() {
@@ -228,14 +221,6 @@ pub(super) struct Cursor {
 impl Cursor {
     pub(super) fn is_at_end(&self) -> bool {
         self.at == self.end
-    }
-}
-
-fn follows(end: HostEnd, next: HostEnd) -> bool {
-    match (end, next) {
-        // Adjacent slices are still two borrows. A pointer into one must not reach into the other.
-        (HostEnd::Memory(_), _) | (_, HostEnd::Memory(_)) => false,
-        (HostEnd::File(end), HostEnd::File(next)) => end == next,
     }
 }
 
@@ -353,16 +338,12 @@ mod tests {
         let parts =
             [part(10, 0, 100), part(110, 100, 5), part(9000, 5000, 50), part(20_000, 5050, 9000)];
         let plan = TransferPlan::new(Direction::Upload, None, parts, sizing());
-        assert_eq!(
-            (plan.parts.len(), plan.total(), plan.chunks()),
-            (3, 9155, 1),
-            "two were joined"
-        );
+        assert_eq!((plan.parts.len(), plan.total(), plan.chunks()), (4, 9155, 1));
         let (mut cursor, mut moves) = (plan.chunk(0), Vec::new());
         assert_eq!(plan.load(&mut cursor, 16_384, 4096, &mut moves), 9155);
         assert!(cursor.is_at_end());
         let placed: Vec<_> = moves.iter().map(|one| (one.at, one.bytes, one.device)).collect();
-        assert_eq!(placed, [(10, 105, 0), (808, 50, 5000), (3616, 9000, 5050)]);
+        assert_eq!(placed, [(10, 100, 0), (110, 5, 100), (808, 50, 5000), (3616, 9000, 5050)]);
         // A smaller slot is loaded several times.
         let (mut cursor, mut moved) = (plan.chunk(0), 0);
         while !cursor.is_at_end() {

@@ -15,7 +15,7 @@ use super::{
     StageError,
     lane::Lane,
     plan::{Cursor, Direction, Endpoint, HostEnd, Move},
-    stores::{self, Stores},
+    stores,
     submit::{Answer, Submission},
     transfer::Transfer,
 };
@@ -145,7 +145,7 @@ impl Transfer {
     fn copy_slot(&self, lane: &mut Lane, slot: usize, access: HostAccess) -> Result<()> {
         lane.report_access(slot, self.transfer_stream.timeline(), access);
         let slot = &mut lane.slots[slot];
-        let (start, stores) = (slot.start(), self.stores());
+        let (start, non_temporal) = (slot.start(), self.is_non_temporal());
         for item in &slot.moves {
             if let HostEnd::File(offset) = item.host {
                 // SAFETY: 1. `load` only creates moves inside the slot. 2. initialised bytes, to
@@ -159,7 +159,7 @@ impl Transfer {
         // SAFETY: 1. `load` only creates moves inside the slot, which belongs to this lane. The
         // parts are readable, or writable and not accessed by others, until the transfer is
         // finished.
-        unsafe { copy_host(self.plan.direction, start, &slot.moves, stores) };
+        unsafe { copy_host(self.plan.direction, start, &slot.moves, non_temporal) };
         Ok(())
     }
 
@@ -222,9 +222,10 @@ impl Transfer {
         });
     }
 
-    fn stores(&self) -> Stores {
+    fn is_non_temporal(&self) -> bool {
         let state = self.shared.direction_state(self.plan.direction);
-        state.stores.resolve(self.plan.direction, self.plan.total(), state.slots, state.cache)
+        let (direction, total) = (self.plan.direction, self.plan.total());
+        stores::is_non_temporal(direction, total, state.slots, state.cache)
     }
 }
 
@@ -237,7 +238,7 @@ pub(super) unsafe fn copy_host(
     direction: Direction,
     start: NonNull<u8>,
     moves: &[Move],
-    stores: Stores,
+    non_temporal: bool,
 ) {
     for item in moves {
         let HostEnd::Memory(host) = item.host else { continue };
@@ -245,6 +246,6 @@ pub(super) unsafe fn copy_host(
         let slot = unsafe { start.add(item.at) };
         let (to, from) = if direction == Direction::Upload { (slot, host) } else { (host, slot) };
         // SAFETY: 1. and 3. guaranteed by the caller. 2. slot memory is never borrowed elsewhere.
-        unsafe { stores::copy(to.as_ptr(), from.as_ptr(), item.bytes, stores) };
+        unsafe { stores::copy(to.as_ptr(), from.as_ptr(), item.bytes, non_temporal) };
     }
 }

@@ -1,18 +1,13 @@
 //! Sources and sinks of transfers that are not memory, such as files.
-#![expect(unsafe_code, reason = "asks the kernel how direct reads are to be aligned")]
 
 use nix::{
-    errno::Errno,
     fcntl::{PosixFadviseAdvice, posix_fadvise},
     libc,
 };
 use std::{
     fs::{File, OpenOptions},
     io,
-    os::{
-        fd::AsRawFd,
-        unix::fs::{FileExt, OpenOptionsExt},
-    },
+    os::unix::fs::{FileExt, OpenOptionsExt},
     path::Path,
     sync::atomic::{AtomicBool, Ordering},
 };
@@ -113,13 +108,14 @@ pub enum ReadMode {
     Direct,
 }
 
-/// The alignment of direct reads if the file system does not report one.
-const USUAL_ALIGNMENT: usize = 4096;
+/// The alignment of addresses, offsets and lengths of direct reads, in bytes. Direct reads of a file
+/// system that requires more are refused.
+const ALIGNMENT: usize = 4096;
 
 /// A file that a stager reads, through the page cache or with direct I/O.
 ///
-/// Direct reads begin and end at multiples of the alignment that the file system requires (`statx`,
-/// or 4096). The bytes before and after are read through the page cache. If the file system refuses
+/// Direct reads begin and end at multiples of 4096. The bytes before and after are read through the
+/// page cache. If the file system refuses
 /// direct reads, the page cache is used, and [`FileSource::mode`] reports that.
 ///
 /// ```
@@ -140,8 +136,6 @@ pub struct FileSource {
 #[derive(Debug)]
 struct DirectFile {
     file: File,
-    /// Required alignment of addresses, offsets and lengths.
-    align: usize,
     /// A read has been refused, although the file could be opened.
     refused: AtomicBool,
 }
@@ -166,7 +160,7 @@ impl FileSource {
             ReadMode::Direct => {
                 // Only the unaligned ends of reads go through the cache.
                 let _advised = posix_fadvise(&cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM);
-                direct(path, &cached)
+                direct(path)
             }
         };
         Ok(Self { cached, direct })
@@ -221,13 +215,13 @@ impl Source for FileSource {
     fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<usize> {
         let Some(direct) = self.usable() else { return self.cached.read_at(into, offset) };
         // Read only up to where a direct read may begin. The next call continues there.
-        let before = (direct.align - (offset % direct.align as u64) as usize) % direct.align;
-        let whole = into.len() / direct.align * direct.align;
+        let before = (offset.wrapping_neg() % ALIGNMENT as u64) as usize;
+        let whole = into.len() / ALIGNMENT * ALIGNMENT;
         if before > 0 {
             let end = before.min(into.len());
             return self.cached.read_at(&mut into[..end], offset);
         }
-        if whole == 0 || !into.as_ptr().addr().is_multiple_of(direct.align) {
+        if whole == 0 || !into.as_ptr().addr().is_multiple_of(ALIGNMENT) {
             return self.cached.read_at(into, offset);
         }
         match direct.file.read_at(&mut into[..whole], offset) {
@@ -240,38 +234,12 @@ impl Source for FileSource {
     }
 
     fn alignment(&self) -> usize {
-        self.usable().map_or(1, |direct| direct.align)
+        self.usable().map_or(1, |_| ALIGNMENT)
     }
 }
 
 /// Opens the file again for direct I/O. Returns `None` if that is refused.
-fn direct(path: &Path, cached: &File) -> Option<DirectFile> {
-    let align = direct_alignment(cached)?;
+fn direct(path: &Path) -> Option<DirectFile> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
-    Some(DirectFile { file, align, refused: AtomicBool::new(false) })
-}
-
-/// Returns the required alignment of direct reads of a file, in bytes, or `None` if the file system
-/// does not support them.
-fn direct_alignment(file: &File) -> Option<usize> {
-    // SAFETY: 1. `statx` consists of integers, so all zeros are valid.
-    let mut found: libc::statx = unsafe { std::mem::zeroed() };
-    // SAFETY: 1. the descriptor is open, the path is an empty C string, and `found` is a writable
-    // `statx`.
-    let answer = unsafe {
-        libc::statx(
-            file.as_raw_fd(),
-            c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
-            libc::STATX_DIOALIGN,
-            &mut found,
-        )
-    };
-    if Errno::result(answer).is_err() || found.stx_mask & libc::STATX_DIOALIGN == 0 {
-        // Linux before 6.1, or a file system that does not report it. Direct reads are attempted.
-        return Some(USUAL_ALIGNMENT);
-    }
-    let align = found.stx_dio_mem_align.max(found.stx_dio_offset_align) as usize;
-    // Slots are only aligned to pages.
-    (align.is_power_of_two() && align <= USUAL_ALIGNMENT).then_some(align)
+    Some(DirectFile { file, refused: AtomicBool::new(false) })
 }

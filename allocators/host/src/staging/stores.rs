@@ -14,54 +14,32 @@
 
 use super::plan::Direction;
 
-/// The kind of stores that the CPU uses for copies.
+/// Returns whether the workers use non-temporal stores for a transfer of `total` bytes, in a
+/// direction with `slots` bytes of slots and a last-level cache of `cache` bytes.
 ///
-/// See [`StagerConfig`](crate::StagerConfig) for an example.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
-pub enum Stores {
-    /// Chosen for each direction.
-    ///
-    /// To the device: [`Stores::Cached`] if the last-level cache is known to hold twice the slots
-    /// of the direction, and the transfer is twice as long as these slots. Otherwise
-    /// [`Stores::NonTemporal`]. To the host: [`Stores::NonTemporal`], since the data of large
-    /// downloads does not stay in a cache.
-    #[default]
-    Auto,
-    /// Non-temporal stores, where the processor has them (x86-64). Elsewhere as [`Stores::Cached`].
-    NonTemporal,
-    /// Cached stores.
-    Cached,
-}
-
-impl Stores {
-    /// Resolves [`Stores::Auto`] for a transfer of `total` bytes, a direction with `slots` bytes of
-    /// slots and a last-level cache of `cache` bytes.
-    pub(super) fn resolve(
-        self,
-        direction: Direction,
-        total: u64,
-        slots: u64,
-        cache: Option<u64>,
-    ) -> Self {
-        let fits = || cache.is_some_and(|cache| cache / 2 >= slots) && total / 2 >= slots;
-        match self {
-            Self::Auto if direction == Direction::Upload && fits() => Self::Cached,
-            Self::Auto => Self::NonTemporal,
-            configured => configured,
-        }
-    }
+/// Not to the device if the cache is known to hold twice the slots, and the transfer is twice as
+/// long as these. Always to the host, since the data of large downloads does not stay in a cache.
+pub(super) fn is_non_temporal(
+    direction: Direction,
+    total: u64,
+    slots: u64,
+    cache: Option<u64>,
+) -> bool {
+    let fits = || cache.is_some_and(|cache| cache / 2 >= slots) && total / 2 >= slots;
+    direction == Direction::Download || !fits()
 }
 
 /// Shorter copies always use cached stores.
 const NON_TEMPORAL_MIN: usize = 4096;
 
-/// Copies `bytes` bytes from `from` to `to`.
+/// Copies `bytes` bytes from `from` to `to`, by non-temporal stores on request where the processor
+/// has them (x86-64).
 ///
 /// # Safety
 /// 1. `from` is readable and `to` writable for `bytes` bytes. 2. They do not overlap. 3. Until this
 ///    returns, `from` is not written, and `to` is not accessed, by others.
-pub(super) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stores: Stores) {
-    if stores == Stores::Cached || bytes < NON_TEMPORAL_MIN {
+pub(super) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, non_temporal: bool) {
+    if !non_temporal || bytes < NON_TEMPORAL_MIN {
         // SAFETY: 1., 2. and 3. guaranteed by the caller.
         unsafe { to.copy_from_nonoverlapping(from, bytes) };
     } else {
@@ -92,8 +70,6 @@ unsafe fn copy_non_temporal(to: *mut u8, from: *const u8, bytes: usize) {
         to.copy_from_nonoverlapping(from, head);
         if std::is_x86_feature_detected!("avx512f") {
             stream_avx512(to.add(head), from.add(head), body);
-        } else if std::is_x86_feature_detected!("avx") {
-            stream_avx(to.add(head), from.add(head), body);
         } else {
             stream_sse(to.add(head), from.add(head), body);
         }
@@ -146,30 +122,6 @@ unsafe fn stream_avx512(to: *mut u8, from: *const u8, bytes: usize) {
 }
 
 /// # Safety
-/// 1. to 3. as [`copy`]. 4. `to` is aligned to 32 bytes, `bytes` a multiple of [`BLOCK`], and the
-///    processor has AVX.
-#[cfg(all(target_arch = "x86_64", not(miri)))]
-#[target_feature(enable = "avx")]
-unsafe fn stream_avx(to: *mut u8, from: *const u8, bytes: usize) {
-    use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_stream_si256};
-    for at in (0..bytes).step_by(BLOCK) {
-        // SAFETY: 1. to 4. guaranteed by the caller: the iteration lies within both ranges.
-        unsafe {
-            prefetch(from.add(at));
-            let (source, target) = (from.add(at).cast::<__m256i>(), to.add(at).cast::<__m256i>());
-            let a = _mm256_loadu_si256(source);
-            let b = _mm256_loadu_si256(source.add(1));
-            let c = _mm256_loadu_si256(source.add(2));
-            let d = _mm256_loadu_si256(source.add(3));
-            _mm256_stream_si256(target, a);
-            _mm256_stream_si256(target.add(1), b);
-            _mm256_stream_si256(target.add(2), c);
-            _mm256_stream_si256(target.add(3), d);
-        }
-    }
-}
-
-/// # Safety
 /// 1. to 3. as [`copy`]. 4. `to` is aligned to 16 bytes, and `bytes` a multiple of [`BLOCK`].
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 unsafe fn stream_sse(to: *mut u8, from: *const u8, bytes: usize) {
@@ -191,7 +143,7 @@ mod tests {
     fn copy_writes_exactly_its_bytes_at_any_alignment() {
         let from: Vec<u8> =
             (0..3 * NON_TEMPORAL_MIN + 700).map(|at| (at * 31 % 251) as u8).collect();
-        for stores in [Stores::NonTemporal, Stores::Cached] {
+        for non_temporal in [true, false] {
             for (skew, start) in [(0, 0), (1, 0), (0, 1), (7, 33), (31, 63), (64, 5)] {
                 for bytes in [
                     0,
@@ -207,7 +159,12 @@ mod tests {
                     // SAFETY: 1. both lie in their vectors: at most 3 * SHORT + 564 bytes of `from`
                     // are read. 2. and 3. two separate vectors, used by this thread only.
                     unsafe {
-                        copy(to.as_mut_ptr().add(skew), from.as_ptr().add(start), bytes, stores);
+                        copy(
+                            to.as_mut_ptr().add(skew),
+                            from.as_ptr().add(start),
+                            bytes,
+                            non_temporal,
+                        );
                     };
                     assert!(to[..skew].iter().chain(&to[skew + bytes..]).all(|&byte| byte == 255));
                     assert_eq!(
@@ -225,41 +182,27 @@ mod tests {
     fn narrower_stores_copy_the_same_bytes() {
         #[repr(align(64))]
         struct Aligned([u8; 4 * BLOCK]);
-        type Copy = unsafe fn(*mut u8, *const u8, usize);
         let from: Vec<u8> = (0..4 * BLOCK).map(|at| at as u8).collect();
-        let mut all: Vec<Copy> = vec![stream_sse];
-        if std::is_x86_feature_detected!("avx") {
-            all.push(stream_avx);
-        }
-        for copy in all {
-            let mut to = Aligned([0; 4 * BLOCK]);
-            // SAFETY: 1. to 3. two separate arrays of the same length, used by this thread only. 4.
-            // aligned by its type, whole blocks, and the processor's features have been checked.
-            unsafe { copy(to.0.as_mut_ptr(), from.as_ptr(), 4 * BLOCK) };
-            assert_eq!(to.0[..], from[..]);
-        }
+        let mut to = Aligned([0; 4 * BLOCK]);
+        // SAFETY: 1. to 3. two separate arrays of the same length, used by this thread only. 4.
+        // aligned by its type, and whole blocks.
+        unsafe { stream_sse(to.0.as_mut_ptr(), from.as_ptr(), 4 * BLOCK) };
+        assert_eq!(to.0[..], from[..]);
     }
 
     #[test]
     fn cached_stores_need_a_cache_and_a_transfer_of_twice_the_slots() {
         let (slots, long) = (72 << 20, 144 << 20);
         for (direction, total, cache, expected) in [
-            (Direction::Upload, long, Some(300 << 20), Stores::Cached),
-            (Direction::Upload, long - 1, Some(300 << 20), Stores::NonTemporal),
-            (Direction::Upload, long, Some(144 << 20), Stores::Cached),
-            (Direction::Upload, long, Some((144 << 20) - 1), Stores::NonTemporal),
-            (Direction::Upload, long, Some(32 << 20), Stores::NonTemporal),
-            (Direction::Upload, long, None, Stores::NonTemporal),
-            (Direction::Download, long, Some(300 << 20), Stores::NonTemporal),
+            (Direction::Upload, long, Some(300 << 20), false),
+            (Direction::Upload, long - 1, Some(300 << 20), true),
+            (Direction::Upload, long, Some(144 << 20), false),
+            (Direction::Upload, long, Some((144 << 20) - 1), true),
+            (Direction::Upload, long, None, true),
+            (Direction::Download, long, Some(300 << 20), true),
         ] {
-            assert_eq!(
-                Stores::Auto.resolve(direction, total, slots, cache),
-                expected,
-                "{direction:?} {total} {cache:?}"
-            );
-            for configured in [Stores::Cached, Stores::NonTemporal] {
-                assert_eq!(configured.resolve(direction, total, slots, cache), configured);
-            }
+            let non_temporal = is_non_temporal(direction, total, slots, cache);
+            assert_eq!(non_temporal, expected, "{direction:?} {total} {cache:?}");
         }
     }
 }

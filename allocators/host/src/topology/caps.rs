@@ -1,16 +1,18 @@
 //! Caps on memory that administrators set for this process: control groups and MPS.
 
 use super::{
-    Found, MPS_VARIABLE, PciAddress, Provenance, Topology, TopologyError,
+    Found, MPS_VARIABLE, Topology, TopologyError,
+    devices::sysfs_address,
     files::{file, wrong_number},
     groups,
-    node::GPUS,
 };
 use aquifer_driver::DeviceInfo;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The form of the values of [`MPS_VARIABLE`].
 const MPS_FORM: &str = "ordinals with limits, such as 0=1G,1=512MB";
+/// A folder for each GPU, named by its address, of NVIDIA's kernel driver.
+const GPUS: &str = "/proc/driver/nvidia/gpus";
 
 impl Topology {
     /// Reads the most that administrators let this process take of a device's memory: the least of
@@ -28,21 +30,20 @@ impl Topology {
     /// [`TopologyError::Number`] for a file, and [`TopologyError::Setting`] for a variable, that
     /// cannot be parsed.
     pub fn device_cap(&self, device: &DeviceInfo) -> Result<Found<u64>, TopologyError> {
-        let mut least = Found::unknown(Provenance::Nobody);
-        let mut lower = |cap: Option<u64>, source: Provenance| {
-            if let Some(cap) = cap.filter(|cap| least.value.is_none_or(|least| *cap < least)) {
-                least = Found::known(cap, source);
-            }
-        };
-        if let Some(Ok(address)) = device.pci_address.as_deref().map(str::parse) {
+        let mut least = Found::unknown("no source");
+        if let Some(address) = device.pci_address.as_deref().and_then(sysfs_address) {
             for group in groups::all(&self.files)? {
                 let path = group.folder.join("dmem.max");
                 let Some(text) = self.files.text(&path)? else { continue };
-                lower(region_cap(&path, &text, address)?, file(path));
+                if let Some(cap) = region_cap(&path, &text, &address)? {
+                    least.lower(cap, || file(path));
+                }
             }
         }
-        if let Some(text) = &self.mps_limit {
-            lower(mps_cap(text, device.device.0)?, Provenance::Variable(MPS_VARIABLE));
+        if let Some(text) = &self.mps_limit
+            && let Some(cap) = mps_cap(text, device.device.0)?
+        {
+            least.lower(cap, || format!("environment variable {MPS_VARIABLE}"));
         }
         Ok(least)
     }
@@ -54,13 +55,11 @@ impl Topology {
     /// # Errors
     /// [`TopologyError::Number`] for a file that cannot be parsed.
     pub fn host_cap(&self) -> Result<Found<u64>, TopologyError> {
-        let mut least: Found<u64> = Found::unknown(file(groups::MEMBERSHIP));
+        let mut least = Found::unknown(groups::MEMBERSHIP);
         for group in groups::all(&self.files)? {
-            let limit = group.limit(&self.files)?.map(|limit| (limit, group.limit_file()));
-            for (cap, source) in limit.into_iter().chain(group.high(&self.files)?) {
-                if least.value.is_none_or(|least| cap < least) {
-                    least = Found::known(cap, source);
-                }
+            let Found { value, source } = group.limit(&self.files)?;
+            if let Some(limit) = value {
+                least.lower(limit, || source);
             }
         }
         Ok(least)
@@ -76,14 +75,15 @@ impl Topology {
         Ok(Found { value: value.map(|cap| cap / 2), source })
     }
 
-    /// Reads the address of the GPU with this UUID, such as `01234567-89ab-cdef-0123-456789abcdef`.
-    /// NVIDIA's kernel driver lists it without a context. Returns `None` if it lists no such GPU.
+    /// Reads the PCI address of the GPU with this UUID, such as
+    /// `01234567-89ab-cdef-0123-456789abcdef`. NVIDIA's kernel driver lists it without a context.
+    /// Returns `None` if it lists no such GPU.
     ///
     /// # Errors
     /// [`TopologyError::Unreadable`].
-    pub fn gpu_address(&self, uuid: &str) -> Result<Option<PciAddress>, TopologyError> {
-        let gpus = PathBuf::from(GPUS);
-        for name in self.files.names(&gpus) {
+    pub fn gpu_address(&self, uuid: &str) -> Result<Option<String>, TopologyError> {
+        let gpus = Path::new(GPUS);
+        for name in self.files.names(gpus) {
             let Some(text) = self.files.text(&gpus.join(&name).join("information"))? else {
                 continue;
             };
@@ -92,7 +92,7 @@ impl Topology {
                 value.trim().strip_prefix("GPU-").is_some_and(|it| it.eq_ignore_ascii_case(uuid))
             };
             if fields.any(|(field, value)| field.trim() == "GPU UUID" && is_it(value)) {
-                return Ok(name.parse().ok());
+                return Ok(Some(name));
             }
         }
         Ok(None)
@@ -108,11 +108,11 @@ impl Topology {
 
 /// Returns the least cap of the regions of a device, from lines such as `drm/0000:03:00.0/vram0
 /// 1073741824`. None for regions without one, which say `max`.
-fn region_cap(path: &Path, text: &str, device: PciAddress) -> Result<Option<u64>, TopologyError> {
+fn region_cap(path: &Path, text: &str, device: &str) -> Result<Option<u64>, TopologyError> {
     let mut least: Option<u64> = None;
     for line in text.lines() {
         let Some((region, cap)) = line.rsplit_once(' ') else { continue };
-        if !region.split('/').any(|part| part.parse() == Ok(device)) || cap == "max" {
+        if !region.split('/').any(|part| part == device) || cap == "max" {
             continue;
         }
         let cap = cap.parse().map_err(|_| wrong_number(path, cap))?;

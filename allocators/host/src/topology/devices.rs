@@ -1,33 +1,8 @@
-//! The locality of devices and of their memory.
+//! The locality of devices.
 
-use super::{
-    Found, Node, NodeId, PciAddress, Provenance, Topology, TopologyError,
-    files::{file, wrong_number},
-    node::FOLDER,
-};
+use super::{Node, NodeId, Topology, TopologyError, files::wrong_number};
 use aquifer_driver::DeviceInfo;
 use std::path::PathBuf;
-
-/// The driver's attribute for the host node nearest to a device.
-const HOST_NODE: &str = "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID";
-/// The driver's attribute for the node that is a device's memory.
-const MEMORY_NODE: &str = "CU_DEVICE_ATTRIBUTE_NUMA_ID";
-/// The driver's attribute for devices without memory of their own.
-const INTEGRATED: &str = "CU_DEVICE_ATTRIBUTE_INTEGRATED";
-
-/// The location of a device's memory, as seen by the host.
-///
-/// See [`Topology::with_devices`] for an example.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum DeviceMemory {
-    /// Behind a bus. No host page can lie there.
-    Apart,
-    /// A node of its own, as with GPUs on a coherent link. The kernel allocates its pages like
-    /// those of any other node.
-    Node(NodeId),
-    /// The host's memory. Host and device compete for it, and pinned memory needs no copy.
-    Host,
-}
 
 impl Topology {
     /// Adds the driver's information on device memory, which the kernel may lack: nodes that the
@@ -36,9 +11,9 @@ impl Topology {
     /// ```
     /// use aquifer::{DeviceId, driver::DeviceInfo, host::Topology};
     /// let mut gpu = DeviceInfo::new(DeviceId(0), "a GPU beside the CPU".into(), 1 << 30);
-    /// gpu.integrated = true;
+    /// gpu.memory_node = Some(1);
     /// let topology = Topology::read()?.with_devices([&gpu]);
-    /// println!("its memory: {:?}", topology.memory_of_device(&gpu).value);          // the host's
+    /// println!("{} nodes have memory of the host", topology.host_nodes().count());
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     #[must_use]
@@ -48,93 +23,73 @@ impl Topology {
             // A device that shares the host's memory may name the host's node.
             let named = |node: &&mut Node| Some(node.id) == reported && node.cpus.is_empty();
             if let Some(node) = self.nodes.iter_mut().find(named) {
-                node.device_memory = Found::known(true, Provenance::Driver(MEMORY_NODE));
+                node.device_memory = true;
             }
         }
         self
     }
 
-    /// Returns the location of a device's memory, according to the driver. A driver that names no
-    /// node may be too old to do so. The memory is then certainly separate only if every node with
-    /// memory has CPUs, because nodes of devices have none.
-    #[must_use]
-    pub fn memory_of_device(&self, device: &DeviceInfo) -> Found<DeviceMemory> {
-        if device.integrated {
-            return Found::known(DeviceMemory::Host, Provenance::Driver(INTEGRATED));
-        }
-        if let Some(node) = device.memory_node {
-            return Found::known(DeviceMemory::Node(NodeId(node)), Provenance::Driver(MEMORY_NODE));
-        }
-        if self.numa.value == Some(false) {
-            return Found::unknown(self.numa.source.clone());
-        }
-        let apart = self.nodes.iter().all(|node| !node.cpus.is_empty() || node.memory == Some(0));
-        Found { value: apart.then_some(DeviceMemory::Apart), source: file(FOLDER) }
-    }
-
     /// Reads the node that a PCI device is attached to (`/sys/bus/pci/devices/…/numa_node`).
-    ///
-    /// # Errors
-    /// [`TopologyError::Number`] for a file that contains no number.
-    pub fn node_of_pci(&self, address: PciAddress) -> Result<Found<NodeId>, TopologyError> {
-        if self.numa.value == Some(false) {
-            return Ok(Found::unknown(self.numa.source.clone()));
-        }
+    fn node_of_pci(&self, address: &str) -> Result<Option<NodeId>, TopologyError> {
         let path = PathBuf::from(format!("/sys/bus/pci/devices/{address}/numa_node"));
-        let Some(text) = self.files.text(&path)? else { return Ok(Found::unknown(file(path))) };
+        let Some(text) = self.files.text(&path)? else { return Ok(None) };
         let number: i64 = text.trim().parse().map_err(|_| wrong_number(&path, text.trim()))?;
-        // −1 means unknown. A node that is not online has no memory.
-        let value = u32::try_from(number).ok().map(NodeId).filter(|&id| self.node(id).is_some());
-        Ok(Found { value, source: file(path) })
+        // −1 means unknown.
+        Ok(u32::try_from(number).ok().map(NodeId))
     }
 
     /// Returns the host node nearest to a GPU, from the driver, or else from the kernel by its PCI
-    /// address. Unknown if neither names one. If the named node is a device's memory, returns the
-    /// nearest host node by the kernel's distances.
+    /// address. `None` if neither names one that is online. If the named node is a device's memory,
+    /// returns the nearest host node by the kernel's distances.
     ///
     /// # Errors
-    /// As [`Topology::node_of_pci`].
-    pub fn node_of_device(&self, device: &DeviceInfo) -> Result<Found<NodeId>, TopologyError> {
-        if self.numa.value == Some(false) {
-            return Ok(Found::unknown(self.numa.source.clone()));
+    /// [`TopologyError::Number`] for a file that contains no number.
+    pub fn node_of_device(&self, device: &DeviceInfo) -> Result<Option<NodeId>, TopologyError> {
+        let mut node = device.host_node.and_then(|id| self.node(NodeId(id)));
+        if node.is_none()
+            && let Some(address) = device.pci_address.as_deref().and_then(sysfs_address)
+        {
+            node = self.node_of_pci(&address)?.and_then(|id| self.node(id));
         }
-        let reported = device.host_node.map(NodeId).filter(|&id| self.node(id).is_some());
-        let found = match (reported, device.pci_address.as_deref().map(str::parse)) {
-            (Some(node), _) => Found::known(node, Provenance::Driver(HOST_NODE)),
-            (None, Some(Ok(address))) => self.node_of_pci(address)?,
-            (None, _) => Found::unknown(Provenance::Driver(HOST_NODE)),
-        };
-        let named = found.value.and_then(|id| self.node(id));
-        if !named.is_some_and(|node| Self::is_memory_of(node, device)) {
-            return Ok(found);
-        }
-        Ok(self.by_distance(found, |node| !Self::is_memory_of(node, device)))
+        Ok(match node {
+            Some(node) if Self::is_memory_of(node, device) => {
+                self.by_distance(node.id, |node| !Self::is_memory_of(node, device))
+            }
+            node => node.map(|node| node.id),
+        })
     }
 
     /// Returns the node for host memory that a GPU uses: [`Topology::node_of_device`], or the
     /// nearest node with memory for this process if that node has none.
     ///
     /// # Errors
-    /// As [`Topology::node_of_pci`].
-    pub fn memory_near_device(&self, device: &DeviceInfo) -> Result<Found<NodeId>, TopologyError> {
-        let found = self.node_of_device(device)?;
-        if found.value.and_then(|id| self.node(id)).is_none_or(|node| node.memory_allowed) {
-            return Ok(found);
-        }
-        Ok(self.by_distance(found, |node| node.memory_allowed && !Self::is_memory_of(node, device)))
+    /// As [`Topology::node_of_device`].
+    pub fn memory_near_device(&self, device: &DeviceInfo) -> Result<Option<NodeId>, TopologyError> {
+        let found = self.node_of_device(device)?.and_then(|id| self.node(id));
+        Ok(found.and_then(|node| match node.memory_allowed {
+            true => Some(node.id),
+            false => self.by_distance(node.id, |near| {
+                near.memory_allowed && !Self::is_memory_of(near, device)
+            }),
+        }))
     }
 
     fn is_memory_of(node: &Node, device: &DeviceInfo) -> bool {
         let its_own = device.memory_node == Some(node.id.0) && node.cpus.is_empty();
-        its_own || node.device_memory.value == Some(true)
+        its_own || node.device_memory
     }
 
-    /// Returns the nearest matching node to the one found. Unknown if the kernel reports no
-    /// distances.
-    fn by_distance(&self, found: Found<NodeId>, fits: impl Fn(&Node) -> bool) -> Found<NodeId> {
-        let Some(from) = found.value else { return found };
-        let source = file(format!("{FOLDER}/node{}/distance", from.0));
+    /// Returns the nearest matching node. `None` if the kernel reports no distances.
+    fn by_distance(&self, from: NodeId, fits: impl Fn(&Node) -> bool) -> Option<NodeId> {
         let near = self.nearest(from, |node| fits(node) && self.distance(from, node.id).is_some());
-        Found { value: near.map(|node| node.id), source }
+        near.map(|node| node.id)
     }
+}
+
+/// Returns a PCI address as sysfs writes it, with at least four digits of the domain and in lower
+/// case. Drivers also write domains with eight digits, and in upper case.
+pub(super) fn sysfs_address(address: &str) -> Option<String> {
+    let (domain, rest) = address.trim().split_once(':')?;
+    let domain = u32::from_str_radix(domain, 16).ok()?;
+    Some(format!("{domain:04x}:{}", rest.to_ascii_lowercase()))
 }

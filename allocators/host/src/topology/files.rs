@@ -1,6 +1,6 @@
 //! Reading the kernel's text files below a root.
 
-use super::{Bitmap, ListError, Provenance};
+use super::IdSet;
 use std::{
     error, fmt, fs, io,
     path::{Path, PathBuf},
@@ -18,14 +18,7 @@ pub enum TopologyError {
         /// Why.
         kind: io::ErrorKind,
     },
-    /// A file does not contain a list of CPUs or nodes.
-    List {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        error: ListError,
-    },
-    /// A file, or a line of it, does not contain a number.
+    /// A file, or a line of it, does not contain a number or a list of numbers.
     Number {
         /// The file.
         path: PathBuf,
@@ -51,7 +44,6 @@ impl fmt::Display for TopologyError {
             Self::Unreadable { path, kind } => {
                 write!(f, "{} cannot be read: {kind}", path.display())
             }
-            Self::List { path, error } => write!(f, "{}: {error}", path.display()),
             Self::Number { path, text } => {
                 write!(f, "{}: {text:?} where a number should be", path.display())
             }
@@ -62,14 +54,7 @@ impl fmt::Display for TopologyError {
     }
 }
 
-impl error::Error for TopologyError {
-    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
-        match self {
-            Self::List { error, .. } => Some(error),
-            _ => None,
-        }
-    }
-}
+impl error::Error for TopologyError {}
 
 impl From<TopologyError> for aquifer_core::MemoryError {
     fn from(e: TopologyError) -> Self {
@@ -101,16 +86,7 @@ impl Files {
     /// Returns the text of a file, or `None` if it does not exist. A file without read permission
     /// counts as missing, since containers hide files in both ways.
     pub(super) fn text(&self, path: &Path) -> Result<Option<String>, TopologyError> {
-        Self::if_present(path, fs::read_to_string(self.real(path)))
-    }
-
-    /// Returns the bytes of a file, or `None` if it does not exist.
-    pub(super) fn bytes(&self, path: &Path) -> Result<Option<Vec<u8>>, TopologyError> {
-        Self::if_present(path, fs::read(self.real(path)))
-    }
-
-    fn if_present<T>(path: &Path, answer: io::Result<T>) -> Result<Option<T>, TopologyError> {
-        match answer {
+        match fs::read_to_string(self.real(path)) {
             Ok(content) => Ok(Some(content)),
             Err(e) => match e.kind() {
                 // Fixtures are plain files, and sysfs returns EINVAL and ENODEV for attributes that
@@ -133,23 +109,8 @@ impl Files {
         text.trim().parse().map(Some).map_err(|_| wrong_number(path, text.trim()))
     }
 
-    /// Reads a file that contains a size, in bytes or with the suffix `K`, `M` or `G`, as for
-    /// caches.
-    pub(super) fn size(&self, path: &Path) -> Result<Option<u64>, TopologyError> {
-        let Some(text) = self.text(path)? else { return Ok(None) };
-        let text = text.trim();
-        let (digits, shift) = match text.as_bytes().last() {
-            Some(b'K') => (&text[..text.len() - 1], 10),
-            Some(b'M') => (&text[..text.len() - 1], 20),
-            Some(b'G') => (&text[..text.len() - 1], 30),
-            _ => (text, 0),
-        };
-        let bytes = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(1 << shift));
-        bytes.map(Some).ok_or_else(|| wrong_number(path, text))
-    }
-
     /// Reads a file that contains a list of CPUs or nodes.
-    pub(super) fn list(&self, path: &Path) -> Result<Option<Bitmap>, TopologyError> {
+    pub(super) fn list(&self, path: &Path) -> Result<Option<IdSet>, TopologyError> {
         let Some(text) = self.text(path)? else { return Ok(None) };
         parse_list(path, &text).map(Some)
     }
@@ -168,11 +129,11 @@ pub(super) fn wrong_number(path: &Path, text: &str) -> TopologyError {
     TopologyError::Number { path: path.into(), text: text.into() }
 }
 
-pub(super) fn parse_list(path: &Path, text: &str) -> Result<Bitmap, TopologyError> {
-    Bitmap::parse_list(text).map_err(|error| TopologyError::List { path: path.into(), error })
+pub(super) fn parse_list(path: &Path, text: &str) -> Result<IdSet, TopologyError> {
+    IdSet::parse_list(text).ok_or_else(|| wrong_number(path, text.trim()))
 }
 
 /// Returns a file as a source.
-pub(super) fn file(path: impl Into<PathBuf>) -> Provenance {
-    Provenance::File(path.into())
+pub(super) fn file(path: impl AsRef<Path>) -> String {
+    path.as_ref().display().to_string()
 }

@@ -1,7 +1,7 @@
 //! The control groups of the process, from its own group up to the root of the mounted hierarchy.
 
 use super::{
-    Provenance,
+    Found,
     files::{Files, TopologyError, file, wrong_number},
 };
 use std::path::{Component, Path, PathBuf};
@@ -11,7 +11,7 @@ pub(super) const MEMBERSHIP: &str = "/proc/self/cgroup";
 
 /// The version of a control group.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Version {
+enum Version {
     Two,
     One,
 }
@@ -19,24 +19,8 @@ pub(super) enum Version {
 /// A group that may limit the process's memory.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Group {
-    pub(super) version: Version,
+    version: Version,
     pub(super) folder: PathBuf,
-}
-
-/// How often a group was throttled at its limits (`memory.events`). All counts only grow.
-///
-/// See [`Topology::strain`](super::Topology::strain) for an example.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-#[non_exhaustive]
-pub struct GroupEvents {
-    /// Threads had to reclaim memory because the group was above `memory.high`.
-    pub high: u64,
-    /// An allocation reached `memory.max`.
-    pub max: u64,
-    /// Nothing could be reclaimed at `memory.max`: an allocation failed or a process was killed.
-    pub oom: u64,
-    /// Processes killed.
-    pub oom_kill: u64,
 }
 
 impl Group {
@@ -47,25 +31,18 @@ impl Group {
         })
     }
 
-    /// Returns the file of its limit.
-    pub(super) fn limit_file(&self) -> Provenance {
-        file(self.file_of("memory.max", "memory.limit_in_bytes"))
-    }
-
-    /// Returns the bytes beyond which allocations fail or processes are killed, or `None` if
-    /// unlimited.
-    pub(super) fn limit(&self, files: &Files) -> Result<Option<u64>, TopologyError> {
-        limit_of(files, &self.file_of("memory.max", "memory.limit_in_bytes"))
-    }
-
-    /// Returns the bytes beyond which the kernel throttles its threads, with the file. Version 2
-    /// only.
-    pub(super) fn high(&self, files: &Files) -> Result<Option<(u64, Provenance)>, TopologyError> {
-        if self.version == Version::One {
-            return Ok(None);
+    /// Returns the least of its limits with its file: the bytes beyond which allocations fail or
+    /// processes are killed, and those beyond which the kernel throttles its threads (version 2
+    /// only). Unknown if it has neither.
+    pub(super) fn limit(&self, files: &Files) -> Result<Found<u64>, TopologyError> {
+        let mut least = Found::unknown(MEMBERSHIP);
+        let max = self.file_of("memory.max", "memory.limit_in_bytes");
+        for path in [max, self.folder.join("memory.high")] {
+            if let Some(limit) = limit_of(files, &path)? {
+                least.lower(limit, || file(path));
+            }
         }
-        let path = self.folder.join("memory.high");
-        Ok(limit_of(files, &path)?.map(|high| (high, file(path))))
+        Ok(least)
     }
 
     /// Returns the bytes that it uses, including page cache. 0 if the kernel does not report them.
@@ -85,22 +62,6 @@ impl Group {
             }
             Version::One => reclaimable(of("total_inactive_file")?, of("total_active_file")?, 0),
         })
-    }
-
-    /// Returns how often it was throttled, or `None` if the kernel does not count that.
-    pub(super) fn events(&self, files: &Files) -> Result<Option<GroupEvents>, TopologyError> {
-        if self.version == Version::One {
-            return Ok(None);
-        }
-        let path = self.folder.join("memory.events");
-        let Some(text) = files.text(&path)? else { return Ok(None) };
-        let of = |name: &str| field(&path, &text, name);
-        Ok(Some(GroupEvents {
-            high: of("high")?,
-            max: of("max")?,
-            oom: of("oom")?,
-            oom_kill: of("oom_kill")?,
-        }))
     }
 }
 

@@ -10,12 +10,7 @@ use std::{error, fmt};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum WorkerError {
-    /// The machine does not have the node, or `AQUIFER_NUMA=off` hides it.
-    UnknownNode {
-        /// The node.
-        node: NodeId,
-    },
-    /// The node has no CPUs, or the process may not run on them.
+    /// There is no such node, or the process may run on no CPU of it.
     NoCpus {
         /// The node.
         node: NodeId,
@@ -41,7 +36,6 @@ pub enum WorkerError {
 impl fmt::Display for WorkerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::UnknownNode { node } => write!(f, "there is no {node} here"),
             Self::NoCpus { node } => write!(f, "the process may run on no CPU of {node}"),
             Self::Bind { node, error } => {
                 write!(f, "a worker could not be bound to {node}: {error}")

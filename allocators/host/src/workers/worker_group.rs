@@ -3,7 +3,7 @@
 use super::WorkerError;
 use crate::{
     kernel::Kernel,
-    topology::{Node, Topology},
+    topology::{IdSet, NodeId},
 };
 use aquifer_core::{SystemError, panics::contain};
 use std::{
@@ -39,18 +39,9 @@ const SPINS: u32 = 2000;
 /// The CPUs that the workers of a group are bound to.
 #[derive(Debug)]
 pub(super) struct NodeBinding {
-    /// The node at the time when the workers were created.
-    pub(super) node: Node,
-    /// The topology, whose CPUs are read again when a worker starts.
-    pub(super) topology: Arc<Topology>,
-}
-
-impl NodeBinding {
-    /// Binds the calling thread to the CPUs of the node that the process may use now.
-    fn bind(&self, kernel: &Kernel) -> Result<(), SystemError> {
-        let now = self.topology.allowed_cpus(self.node.id).ok().and_then(|found| found.value);
-        kernel.bind_thread(now.as_ref().unwrap_or(&self.node.allowed_cpus))
-    }
+    pub(super) node: NodeId,
+    /// Its CPUs that the process may use.
+    pub(super) cpus: IdSet,
 }
 
 #[derive(Default)]
@@ -84,7 +75,7 @@ impl WorkerGroup {
 
     /// Returns the error of a worker that could not be bound.
     pub(super) fn shortfall(&self) -> Option<WorkerError> {
-        let node = self.binding.as_ref()?.node.id;
+        let node = self.binding.as_ref()?.node;
         self.lock().refused.map(|error| WorkerError::Bind { node, error })
     }
 
@@ -127,12 +118,12 @@ impl WorkerGroup {
         let (bound, wait_bound) = mpsc::sync_channel::<()>(1);
         let group = self.clone();
         let name = match &self.binding {
-            Some(binding) => format!("touch-n{}.{number}", binding.node.id.0),
+            Some(binding) => format!("touch-n{}.{number}", binding.node.0),
             None => format!("touch-{number}"),
         };
         let spawned = self.kernel.spawn(&name, move || {
-            if let Some(Err(error)) =
-                group.binding.as_ref().map(|binding| binding.bind(&group.kernel))
+            if let Some(binding) = &group.binding
+                && let Err(error) = group.kernel.bind_thread(&binding.cpus)
             {
                 // An unbound worker is still useful: memory with a policy is placed by that policy.
                 group.lock().refused = Some(error);

@@ -29,7 +29,7 @@ fn a_region_is_charged_populated_zeroed_ours_and_goes_without_trace() {
     region.bytes_mut().fill(7);
     let report = region.report().clone();
     assert_eq!(report.pinned_by, PinnedBy::Nobody);
-    assert_eq!(report.shortfalls.iter().filter(|s| s.cause == Cause::NoDriver).count(), 1);
+    assert_eq!(report.shortfalls.iter().filter(|cause| **cause == Cause::NoDriver).count(), 1);
     assert!(!region.is_pinned() && region.registrations().is_empty());
     region.close().unwrap();
     assert_eq!((budget.used(), support::present(span)), (0, 0));

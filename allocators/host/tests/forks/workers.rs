@@ -9,7 +9,7 @@
 use crate::support;
 use aquifer_host::{
     kernel::{Faults, Kernel, MapPages, SystemCall},
-    topology::{Bitmap, NodeId, Topology},
+    topology::{IdSet, NodeId, Topology},
     workers::{WorkerError, Workers},
 };
 use nix::libc;
@@ -29,10 +29,10 @@ fn one_worker() -> Workers {
 }
 
 /// Returns the CPUs to which the calling thread is bound according to the kernel.
-fn my_cpus() -> Bitmap {
+fn my_cpus() -> IdSet {
     let status = fs::read_to_string("/proc/thread-self/status").unwrap();
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
-    Bitmap::parse_list(list).unwrap()
+    IdSet::parse_list(list).unwrap()
 }
 
 /// A value whose destructor panics.
@@ -59,9 +59,7 @@ fn held() -> (impl Fn() + Send + Sync + 'static, mpsc::Sender<()>, mpsc::Receive
 fn each_of_several_workers_runs_a_task_once() {
     let workers = workers();
     assert_eq!(workers.threads(), 0, "no thread is started unasked");
-    let most = Workers::PER_NODE
-        .get()
-        .min(support::topology().cpus_allowed().value.as_ref().unwrap().len());
+    let most = Workers::PER_NODE.get().min(support::topology().cpus_allowed().unwrap().len());
     let (ran, runs) = mpsc::channel();
     workers.submit(None, 1000, move || ran.send(()).unwrap()).unwrap();
     assert_eq!(runs.iter().count(), most, "then the task is dropped");
@@ -108,11 +106,11 @@ fn a_nodes_workers_run_on_its_cpus_and_what_they_touch_lies_there() {
 fn an_unknown_node_and_one_without_cpus_are_refused() {
     let unknown = NodeId(9999);
     let refused = |workers: &Workers, node| workers.submit(Some(node), 1, || ());
-    assert_eq!(refused(&workers(), unknown), Err(WorkerError::UnknownNode { node: unknown }));
+    assert_eq!(refused(&workers(), unknown), Err(WorkerError::NoCpus { node: unknown }));
     let fixture = Workers::new(&support::fixture("cpuless-node"), Kernel::new());
     assert_eq!(refused(&fixture, NodeId(2)), Err(WorkerError::NoCpus { node: NodeId(2) }));
     let off = Workers::new(&support::topology().without_nodes(), Kernel::new());
-    assert_eq!(refused(&off, NodeId(0)), Err(WorkerError::UnknownNode { node: NodeId(0) }));
+    assert_eq!(refused(&off, NodeId(0)), Err(WorkerError::NoCpus { node: NodeId(0) }));
 }
 
 #[test]
@@ -175,8 +173,9 @@ fn a_worker_that_may_not_be_bound_works_anywhere_and_says_so() {
 }
 
 #[test]
-fn a_worker_is_bound_to_the_cpus_that_its_node_has_when_it_starts() {
-    let real = support::topology().cpus_allowed().value.clone().unwrap();
+fn a_worker_is_bound_to_the_cpus_of_its_node() {
+    let topology = support::topology();
+    let real = topology.cpus_allowed().unwrap();
     let root = env::temp_dir().join(format!("aquifer-workers-{}", process::id()));
     let write = |path: &str, text: &str| {
         let path = root.join(path);
@@ -184,11 +183,10 @@ fn a_worker_is_bound_to_the_cpus_that_its_node_has_when_it_starts() {
         fs::write(path, text).unwrap();
     };
     write("sys/devices/system/node/online", "0\n");
-    write("sys/devices/system/node/node0/cpulist", &real.to_string());
-    write("proc/self/status", &format!("Cpus_allowed_list:\t{real}\nMems_allowed_list:\t0\n"));
-    let workers = Workers::new(&Topology::read_under(&root).unwrap(), Kernel::new());
     let last = real.iter().last().unwrap().to_string();
     write("sys/devices/system/node/node0/cpulist", &last);
+    write("proc/self/status", &format!("Cpus_allowed_list:\t{real}\nMems_allowed_list:\t0\n"));
+    let workers = Workers::new(&Topology::read_under(&root).unwrap(), Kernel::new());
     let bound = workers.run(Some(NodeId(0)), || my_cpus().to_string());
     fs::remove_dir_all(&root).unwrap();
     assert_eq!(bound, Ok(last));
@@ -197,7 +195,7 @@ fn a_worker_is_bound_to_the_cpus_that_its_node_has_when_it_starts() {
 #[test]
 fn a_task_behind_a_busy_worker_gets_a_thread_of_its_own() {
     let workers = Workers::new(&support::topology(), Kernel::new());
-    if support::topology().cpus_allowed().value.as_ref().is_some_and(|cpus| cpus.len() < 2) {
+    if support::topology().cpus_allowed().is_some_and(|cpus| cpus.len() < 2) {
         println!("skipped: one CPU");
         return;
     }

@@ -2,14 +2,10 @@
 
 use crate::machine::Machine;
 use aquifer_driver::{DeviceId, DeviceInfo};
-use aquifer_host::topology::{Found, PciAddress, Provenance, TopologyError};
+use aquifer_host::topology::{Found, TopologyError};
 
 const GIB: u64 = 1 << 30;
-const MPS: Provenance = Provenance::Variable("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT");
-
-fn file(path: &str) -> Provenance {
-    Provenance::File(path.into())
-}
+const MPS: &str = "environment variable CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
 
 fn gpu(ordinal: u32, address: &str) -> DeviceInfo {
     let mut info = DeviceInfo::new(DeviceId(ordinal), "a GPU".into(), 140 * GIB);
@@ -32,13 +28,13 @@ fn the_least_cap_of_all_groups_counts_for_the_regions_of_the_device() {
     let tenants = format!("drm/0000:03:00.0/vram0 {}\ndrm/0000:03:00.0/stolen {}\n", 9 * GIB, GIB);
     machine.write("sys/fs/cgroup/tenants/dmem.max", &tenants);
     let host = machine.read();
-    let source = || file("/sys/fs/cgroup/tenants/dmem.max");
+    let source = || "/sys/fs/cgroup/tenants/dmem.max";
     let cap = |ordinal, address| host.device_cap(&gpu(ordinal, address));
     assert_eq!(cap(0, "00000000:03:00.0"), Ok(Found::known(GIB, source())), "all its regions");
-    let own = Found::known(GIB, file("/sys/fs/cgroup/tenants/job/dmem.max"));
+    let own = Found::known(GIB, "/sys/fs/cgroup/tenants/job/dmem.max");
     assert_eq!(cap(1, "0000:04:00.0"), Ok(own));
-    assert_eq!(cap(2, "0000:05:00.0"), Ok(Found::unknown(Provenance::Nobody)));
-    assert_eq!(cap(3, "no address"), Ok(Found::unknown(Provenance::Nobody)));
+    assert_eq!(cap(2, "0000:05:00.0"), Ok(Found::unknown("no source")));
+    assert_eq!(cap(3, "no address"), Ok(Found::unknown("no source")));
     machine.write("sys/fs/cgroup/tenants/dmem.max", "drm/0000:03:00.0/vram0 some\n");
     let refused = machine.read().device_cap(&gpu(0, "0000:03:00.0"));
     assert!(matches!(refused, Err(TopologyError::Number { .. })), "{refused:?}");
@@ -52,7 +48,7 @@ fn a_limit_for_mps_clients_counts_beside_that_of_the_groups() {
     let capped = |text: &str, ordinal| {
         machine.read().with_mps_limit(text).device_cap(&gpu(ordinal, "0000:03:00.0"))
     };
-    let group = || Found::known(2 * GIB, file("/sys/fs/cgroup/tenants/dmem.max"));
+    let group = || Found::known(2 * GIB, "/sys/fs/cgroup/tenants/dmem.max");
     assert_eq!(capped("0=1G,1=512MB", 0), Ok(Found::known(GIB, MPS)));
     assert_eq!(capped("0=1G, 1=512mb", 1), Ok(Found::known(GIB / 2, MPS)));
     assert_eq!(capped("1=1048576", 1), Ok(Found::known(1 << 20, MPS)));
@@ -68,13 +64,13 @@ fn a_limit_for_mps_clients_counts_beside_that_of_the_groups() {
 #[test]
 fn host_memory_is_capped_by_the_least_limit_of_all_groups() {
     let machine = in_group("host-cap");
-    assert_eq!(machine.read().host_cap(), Ok(Found::unknown(file("/proc/self/cgroup"))));
+    assert_eq!(machine.read().host_cap(), Ok(Found::unknown("/proc/self/cgroup")));
     machine.write("sys/fs/cgroup/tenants/job/memory.max", "max\n");
     machine.write("sys/fs/cgroup/tenants/memory.max", &format!("{}\n", 8 * GIB));
-    let source = file("/sys/fs/cgroup/tenants/memory.max");
+    let source = "/sys/fs/cgroup/tenants/memory.max";
     assert_eq!(machine.read().host_cap(), Ok(Found::known(8 * GIB, source)));
     machine.write("sys/fs/cgroup/tenants/job/memory.high", &format!("{}\n", 6 * GIB));
-    let source = || file("/sys/fs/cgroup/tenants/job/memory.high");
+    let source = || "/sys/fs/cgroup/tenants/job/memory.high";
     assert_eq!(machine.read().host_cap(), Ok(Found::known(6 * GIB, source())));
     assert_eq!(machine.read().pinned_cap(), Ok(Found::known(3 * GIB, source())));
 }
@@ -96,7 +92,7 @@ fn the_address_of_a_gpu_is_found_by_its_uuid_where_the_kernel_driver_lists_it() 
     }
     machine.write("proc/driver/nvidia/gpus/0002:00:00.0/information", "GPU UUID: \t GPU-??\n");
     let host = machine.read();
-    let address = |text: &str| Ok(text.parse::<PciAddress>().ok());
+    let address = |text: &str| Ok(Some(text.to_owned()));
     assert_eq!(host.gpu_address(&uuid(1)), address("0000:1b:00.0"));
     assert_eq!(host.gpu_address(&uuid(2)), address("0001:3b:00.0"));
     assert_eq!(host.gpu_address(&uuid(3)), Ok(None));

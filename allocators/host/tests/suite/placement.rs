@@ -7,6 +7,7 @@
 
 use crate::support::{self, MIB};
 use aquifer_core::Budget;
+use aquifer_driver::{DeviceId, DeviceInfo};
 use aquifer_host::{
     kernel::{Kernel, Span},
     region::{PageTier, Region, RegionRequest},
@@ -17,7 +18,7 @@ use std::collections::BTreeMap;
 /// Returns the number of base pages on each node according to the kernel, and of those without an
 /// answer.
 fn asked(span: Span, topology: &Topology) -> (BTreeMap<NodeId, u64>, u64) {
-    let page = usize::try_from(topology.page_size().value.unwrap()).unwrap();
+    let page = topology.page_size();
     let pages: Vec<usize> = (span.start..span.end()).step_by(page).collect();
     let (mut counts, mut unknown) = (BTreeMap::new(), 0);
     for node in Kernel::new().nodes_of(&pages).unwrap() {
@@ -29,9 +30,9 @@ fn asked(span: Span, topology: &Topology) -> (BTreeMap<NodeId, u64>, u64) {
     (counts, unknown)
 }
 
-fn request(bytes: usize, node: NodeId, strict: bool, pages: PageTier) -> RegionRequest {
+fn request(bytes: usize, node: NodeId, pages: PageTier) -> RegionRequest {
     let mut request = RegionRequest::bytes(bytes).on(node);
-    (request.strict, request.pages) = (strict, pages);
+    request.pages = pages;
     request
 }
 
@@ -40,35 +41,19 @@ fn the_report_equals_the_kernels_answer_on_every_node_in_every_mode() {
     let host = support::host();
     let budget = Budget::new("pinned", 64 * MIB as u64);
     for node in host.topology.nodes() {
-        for strict in [false, true] {
-            for tier in [PageTier::Base, PageTier::Transparent, PageTier::HugeTlb] {
-                let region =
-                    match Region::new(&host, &budget, &request(4 * MIB, node.id, strict, tier)) {
-                        Ok(region) => region,
-                        Err(error) => {
-                            assert!(strict, "{}: {error}", node.id);
-                            println!(
-                                "refused: strict on {}, which has {:?} bytes",
-                                node.id, node.memory
-                            );
-                            assert!(!node.memory_allowed, "{}: {error}", node.id);
-                            continue;
-                        }
-                    };
-                let placement = &region.report().placement;
-                let (counts, unknown) = asked(region.span(), &host.topology);
-                assert_eq!(placement.pages, counts.into_iter().collect::<Vec<_>>(), "{}", node.id);
-                assert_eq!((placement.unknown, unknown), (0, 0), "{}", node.id);
-                assert!(!strict || placement.elsewhere() == 0, "{}", node.id);
-                println!(
-                    "told: {} of {} on {}, strict {strict}, by {:?}, in {}",
-                    placement.on_node(),
-                    placement.on_node() + placement.elsewhere(),
-                    node.id,
-                    placement.by,
-                    region.report().pages
-                );
-            }
+        for tier in [PageTier::Base, PageTier::Transparent, PageTier::HugeTlb] {
+            let region = Region::new(&host, &budget, &request(4 * MIB, node.id, tier)).unwrap();
+            let placement = &region.report().placement;
+            let (counts, unknown) = asked(region.span(), &host.topology);
+            assert_eq!(placement.pages, counts.into_iter().collect::<Vec<_>>(), "{}", node.id);
+            assert_eq!((placement.unknown, unknown), (0, 0), "{}", node.id);
+            println!(
+                "told: {} of {} on {}, in {}",
+                placement.on_node(),
+                placement.on_node() + placement.elsewhere(),
+                node.id,
+                region.report().pages
+            );
         }
     }
     match host.topology.nodes().len() {
@@ -79,7 +64,7 @@ fn the_report_equals_the_kernels_answer_on_every_node_in_every_mode() {
 }
 
 #[test]
-fn a_region_larger_than_its_node_spills_with_a_report_or_is_refused_if_strict() {
+fn a_region_larger_than_its_node_spills_with_a_report() {
     const SMALL: u64 = 128 << 20;
     let host = support::host();
     let of_size = |size: fn(u64) -> bool| {
@@ -97,15 +82,13 @@ fn a_region_larger_than_its_node_spills_with_a_report_or_is_refused_if_strict() 
         return;
     }
     let budget = Budget::new("pinned", bytes as u64);
-    let region =
-        Region::new(&host, &budget, &request(bytes, node.id, false, PageTier::Base)).unwrap();
+    let region = Region::new(&host, &budget, &request(bytes, node.id, PageTier::Base)).unwrap();
     let placement = &region.report().placement;
     let (counts, _) = asked(region.span(), &host.topology);
     assert!(placement.elsewhere() > 0 && placement.on_node() > 0, "{placement:?}");
     assert!(placement.pages.iter().all(|(node, pages)| counts[node] >= *pages), "{placement:?}");
     println!("spilled: {} pages from {}", placement.elsewhere(), node.id);
     drop(region);
-    Region::new(&host, &budget, &request(bytes, node.id, true, PageTier::Base)).unwrap_err();
     assert_eq!(budget.used(), 0);
 }
 
@@ -117,16 +100,15 @@ fn memory_for_a_node_without_memory_is_found_by_distance() {
         println!("skipped: every node has memory");
     }
     for node in topology.nodes().iter().filter(|node| node.memory == Some(0)) {
-        let near = topology.nearest_with_memory(node.id).unwrap();
+        let mut device = DeviceInfo::new(DeviceId(0), "a GPU there".into(), 1 << 30);
+        device.host_node = Some(node.id.0);
+        let near = topology.memory_near_device(&device).unwrap().unwrap();
         let far = |id| topology.distance(node.id, id).unwrap();
-        assert!(
-            topology.host_nodes().filter(|n| n.memory_allowed).all(|n| far(near.id) <= far(n.id))
-        );
-        println!("near: memory for {} is on {}", node.id, near.id);
+        assert!(topology.host_nodes().filter(|n| n.memory_allowed).all(|n| far(near) <= far(n.id)));
+        println!("near: memory for {} is on {near}", node.id);
         // The kernel places pages in the same way on a first touch from there.
         let budget = Budget::new("pinned", 4 * MIB as u64);
-        let region =
-            Region::new(&host, &budget, &request(4 * MIB, near.id, true, PageTier::Base)).unwrap();
+        let region = Region::new(&host, &budget, &request(4 * MIB, near, PageTier::Base)).unwrap();
         assert_eq!(region.report().placement.on_node(), 1024);
     }
 }

@@ -56,16 +56,9 @@ struct Sight {
 
 impl Shadow {
     /// The configurations that programs choose from.
-    pub(crate) fn configs() -> [Config; 6] {
-        let small = Config { unit: 16, page: 1024, grain: 4096, small_max: 512, border: 0 };
-        [
-            Config::device(),
-            Config::host(),
-            small,
-            Config { border: 16 * 128, ..small },
-            Config { border: 16 * 75, ..small },
-            Config { small_max: 0, ..small },
-        ]
+    pub(crate) fn configs() -> [Config; 4] {
+        let small = Config { unit: 16, page: 1024, grain: 4096, small_max: 512 };
+        [Config::device(), Config::host(), small, Config { small_max: 0, ..small }]
     }
 
     pub(crate) fn new(config: Config) -> Self {
@@ -290,9 +283,7 @@ impl Shadow {
             inner[..inner.len() - 1].iter().all(|cell| !cell.cut_after),
             "{block:?} crosses a border"
         );
-        let border = self.heap.config().border;
-        assert!(border == 0 || block.address / border == (block.range().end() - 1) / border);
-        assert_eq!(self.heap.size_of(block.address), Some(block.bytes));
+        assert_eq!(self.heap.block_at(block.address), Ok(block));
         self.live.insert(block.address, block);
     }
 
@@ -306,14 +297,14 @@ impl Shadow {
         if !by_note {
             return self.free_anywhere(block.address, stamp);
         }
-        let Ok(freed) = self.heap.free_block(&block, stamp) else { panic!("{block:?} was live") };
-        self.forget(block, stamp, freed.bytes, freed.extent);
+        assert_eq!(self.heap.free_block(&block, stamp), Ok(()), "{block:?} was live");
+        self.forget(block, stamp);
         true
     }
 
     fn free_anywhere(&mut self, address: u64, stamp: u64) -> bool {
         let cell = self.cell(address);
-        let answer = self.heap.free(address, stamp);
+        let answer = self.heap.block_at(address);
         let expected = match cell.owner {
             _ if !cell.managed => HeapError::Foreign { address },
             None => HeapError::DoubleFree { address },
@@ -321,21 +312,17 @@ impl Shadow {
                 HeapError::Interior { address, block: self.live[&owner].range() }
             }
             Some(_) => {
-                let Ok(freed) = answer else { panic!("{address:#x} was live: {answer:?}") };
-                self.forget(self.live[&address], stamp, freed.bytes, freed.extent);
+                let Ok(block) = answer else { panic!("{address:#x} was live: {answer:?}") };
+                assert_eq!(self.heap.free_block(&block, stamp), Ok(()));
+                self.forget(block, stamp);
                 return true;
             }
         };
         assert_eq!(answer, Err(expected));
-        assert_eq!(self.heap.size_of(address), None);
         false
     }
 
-    fn forget(&mut self, block: HeapBlock, stamp: u64, bytes: u64, extent: Option<Extent>) {
-        assert_eq!(bytes, block.bytes);
-        if let Some(extent) = extent {
-            assert!(extent.range.covers(&block.range()) && extent.stamp >= stamp);
-        }
+    fn forget(&mut self, block: HeapBlock, stamp: u64) {
         self.release(block.range(), stamp);
         self.live.remove(&block.address);
         self.freed.push(block);
@@ -389,7 +376,7 @@ impl Shadow {
                     self.release(Range::new(new.range().end(), old.len - new.bytes), stamp);
                     self.live.insert(new.address, new);
                 }
-                assert_eq!(self.heap.size_of(new.address), Some(new.bytes));
+                assert_eq!(self.heap.block_at(new.address), Ok(new));
                 true
             }
             Err(HeapError::NoRoom { block: given, wanted, available }) => {
@@ -423,7 +410,6 @@ impl Shadow {
             assert_eq!(live + free, *managed, "slabs keep memory without a block in them");
         }
 
-        let border = self.heap.config().border;
         let mut below: Option<(Range, Cell)> = None;
         for &Extent { range, stamp } in extents {
             let largest_stamp = self.largest_stamp;
@@ -436,11 +422,9 @@ impl Shadow {
             }
             assert!(stamp <= largest_stamp);
             let (first, last) = (cells[0], cells[cells.len() - 1]);
-            assert!(border == 0 || range.start / border == (range.end() - 1) / border);
             if let Some((lower, lower_last)) = below {
                 assert!(lower.end() <= range.start);
-                let at_border = border != 0 && range.start.is_multiple_of(border);
-                let cut = lower_last.cut_after || first.cut_before || at_border;
+                let cut = lower_last.cut_after || first.cut_before;
                 assert!(lower.end() < range.start || cut, "{lower} and {range} are not merged");
             }
             below = Some((range, last));

@@ -1,7 +1,10 @@
 //! The choice of the kind of pages.
 
 use super::RegionBuilder;
-use crate::region::report::{Cause, PageTier, Step};
+use crate::{
+    region::report::{Cause, PageTier},
+    topology::ThpMode,
+};
 
 impl PageTier {
     /// Returns the next lower tier.
@@ -20,7 +23,7 @@ impl RegionBuilder<'_> {
         while let Some(page) = tier.page() {
             match self.pool_has(page) {
                 Ok(()) => return tier,
-                Err(cause) => self.fell_short(Step::Pages, cause),
+                Err(cause) => self.fell_short(cause),
             }
             tier = tier.below();
         }
@@ -28,8 +31,8 @@ impl RegionBuilder<'_> {
         if tier < PageTier::Transparent || self.request.share_on_fork {
             return PageTier::Base;
         }
-        if !self.host.topology.thp().value.is_some_and(|mode| mode.is_offered()) {
-            self.fell_short(Step::Pages, Cause::NotOffered);
+        if matches!(self.host.topology.thp(), None | Some(ThpMode::Never)) {
+            self.fell_short(Cause::NotOffered);
             return PageTier::Base;
         }
         PageTier::Transparent
@@ -44,7 +47,7 @@ impl RegionBuilder<'_> {
         // Queried now, since the number changes, and touching a page of an exhausted pool is a
         // fault.
         let found = self.host.topology.free_huge_pages(self.node, page as u64);
-        let free = found.ok().and_then(|found| found.value);
+        let free = found.ok().flatten();
         match free {
             Some(free) if free >= needed => Ok(()),
             free => Err(Cause::HugePages { needed, free }),
@@ -53,7 +56,7 @@ impl RegionBuilder<'_> {
 
     /// Returns whether a lower tier may help after a failure: the pool of huge pages had fewer
     /// pages than reported, or another process has used them.
-    pub(super) fn may_lower_tier(&self, tier: PageTier, step: Step) -> bool {
-        tier.page().is_some() && !matches!(step, Step::Register | Step::Verify)
+    pub(super) fn may_lower_tier(tier: PageTier, cause: &Cause) -> bool {
+        tier.page().is_some() && !matches!(cause, Cause::Driver(_))
     }
 }

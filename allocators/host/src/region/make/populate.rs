@@ -7,11 +7,11 @@
 
 use super::RegionBuilder;
 use crate::{
-    kernel::{Kernel, Span},
+    kernel::Span,
     region::{
         backing::Backing,
         mapping::{Mapping, PopulateMethod},
-        report::{Cause, PageTier, Step},
+        report::{Cause, PageTier},
         stall_detector::StallDetector,
         window::GRANULE,
     },
@@ -24,15 +24,8 @@ use std::sync::{
     mpsc::{self, Receiver, Sender},
 };
 
-/// The driver refuses registrations of this size and above.
-const DRIVER_LIMIT: usize = 512 << 30;
-
-/// Returns the maximum bytes of one registration on this machine.
-fn registration_limit(kernel: &Kernel) -> usize {
-    let least = kernel.pin_limit().unwrap_or(DRIVER_LIMIT).min(DRIVER_LIMIT);
-    // The limit itself is refused. One huge page less is accepted.
-    least - GRANULE
-}
+/// Maximum bytes of one registration: the driver refuses 512 GiB. One huge page less is accepted.
+const LONGEST_REGISTRATION: usize = (512 << 30) - GRANULE;
 
 /// Returns the bytes of the next registration, with `left` bytes remaining. When the last
 /// registration starts, all memory is populated, so it delays everything. If a region takes several
@@ -59,25 +52,28 @@ impl RegionBuilder<'_> {
         backing: &mut Backing,
         tier: PageTier,
         register: bool,
-    ) -> Result<(), (Step, Cause)> {
+    ) -> Result<(), Cause> {
         let page = tier.page().unwrap_or(GRANULE);
         let piece = round_down(self.request.piece.min(self.request.registration), page);
-        let chunk = self.chunk(piece, register);
+        let chunk = self.chunk(piece);
         let (task, mut population) = self.start_population(mapping, tier, piece);
         let mut offset = 0;
         while offset < self.bytes {
             let len = next_chunk(self.bytes - offset, chunk, piece, offset > 0);
             let populated = population.wait_for((offset + len).div_ceil(piece), &task);
-            let done = populated.map_err(|cause| (Step::Populate, cause)).and_then(|touched| {
+            let done = populated.and_then(|touched| {
                 if touched {
-                    self.fell_short(Step::Populate, Cause::Touched);
+                    self.fell_short(Cause::Touched);
                 }
                 let part = Span { start: mapping.span().start + offset, len };
-                if register { self.register(backing, part, tier) } else { Ok(()) }
+                if !register {
+                    return Ok(());
+                }
+                backing.register(part).map_err(Cause::Driver)
             });
-            if let Err((step, cause)) = done {
+            if let Err(cause) = done {
                 population.stop(task);
-                return Err((step, cause));
+                return Err(cause);
             }
             if register {
                 // Registering holds locks of the driver. Other threads may run between two chunks.
@@ -86,46 +82,21 @@ impl RegionBuilder<'_> {
             offset += len;
         }
         if let Some(bytes) = task.stall.stalled() {
-            self.fell_short(Step::Populate, Cause::Stalled { bytes });
+            self.fell_short(Cause::Stalled { bytes });
         }
         population.stop(task);
         Ok(())
     }
 
-    /// Returns the bytes of one registration: the requested size, within the limits of driver and
-    /// kernel. A region of at most that size has one registration, since a block of a pool must not
-    /// cross from one to the next.
-    fn chunk(&mut self, piece: usize, register: bool) -> usize {
-        let requested = self.request.registration;
-        let limit = registration_limit(&self.host.kernel);
-        let fit = requested.min(limit);
+    /// Returns the bytes of one registration: the requested size, within the limit of the driver. A
+    /// region of at most that size has one registration, since a block of a pool must not cross from
+    /// one to the next.
+    fn chunk(&self, piece: usize) -> usize {
+        let fit = self.request.registration.min(LONGEST_REGISTRATION);
         if self.bytes <= fit {
             return fit;
         }
-        let taken = round_down(fit, if fit < piece { GRANULE } else { piece });
-        if register && requested > limit && self.bytes > taken {
-            self.fell_short(Step::Register, Cause::Chunks { asked: requested, taken });
-        }
-        taken
-    }
-
-    /// Registers a populated part. If placement is strict, the location of the pages is checked
-    /// before, so that memory is not pinned that will be refused. It is checked again at the end,
-    /// since pinning may move pages.
-    fn register(
-        &mut self,
-        backing: &mut Backing,
-        part: Span,
-        tier: PageTier,
-    ) -> Result<(), (Step, Cause)> {
-        if self.is_strict() {
-            let placement = self.query_placement(part, tier, 1);
-            let (elsewhere, unknown) = (placement.elsewhere(), placement.unknown);
-            if elsewhere + unknown > 0 {
-                return Err((Step::Verify, Cause::Misplaced { elsewhere, unknown }));
-            }
-        }
-        backing.register(part).map_err(|e| (Step::Register, Cause::Driver(e)))
+        round_down(fit, if fit < piece { GRANULE } else { piece })
     }
 
     /// Begins populating, with workers, or on this thread if none are available.
@@ -159,8 +130,7 @@ impl RegionBuilder<'_> {
                 false
             }
             Err(error) => {
-                self.fell_short(Step::Populate, Cause::Workers(error));
-                self.unbound_touch = true;
+                self.fell_short(Cause::Workers(error));
                 true
             }
         };
@@ -170,8 +140,7 @@ impl RegionBuilder<'_> {
     /// Records if workers could not be bound to the node: then first touch does not place pages.
     pub(super) fn check_worker_binding(&mut self) {
         if let Some(error) = self.worker_node.and_then(|node| self.host.workers.shortfall(node)) {
-            self.fell_short(Step::Populate, Cause::Workers(error));
-            self.unbound_touch = true;
+            self.fell_short(Cause::Workers(error));
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::transports::{self, Transport, TransportTrial};
 use aquifer_benches::console::gpu::{Gpus, NoUsableGpu};
 use aquifer_driver::{DeviceInfo, Driver, MemoryInfo};
-use aquifer_host::topology::{DeviceMemory, Found, NodeId, Topology, TopologyError};
+use aquifer_host::topology::{Found, NodeId, Topology, TopologyError};
 use std::sync::Arc;
 
 /// Facts on this machine.
@@ -25,11 +25,9 @@ pub(crate) struct Gpu {
     /// Its current memory, or none if the driver reported an error.
     pub(crate) memory: Option<MemoryInfo>,
     /// The NUMA node next to it.
-    pub(crate) node: Option<Found<NodeId>>,
+    pub(crate) node: Option<NodeId>,
     /// The node for its host memory: the nearest with memory for this process.
-    pub(crate) memory_node: Option<Found<NodeId>>,
-    /// The location of its own memory.
-    pub(crate) own: Option<Found<DeviceMemory>>,
+    pub(crate) memory_node: Option<NodeId>,
     /// The most that administrators let this process take of its memory, or the error in what they
     /// have set.
     pub(crate) cap: Option<Result<Found<u64>, TopologyError>>,
@@ -56,12 +54,11 @@ impl Facts {
 impl Gpu {
     fn look(driver: &Arc<dyn Driver>, info: DeviceInfo, host: Option<&Topology>) -> Self {
         let memory = driver.memory_info(info.device).ok();
-        let node = host.and_then(|host| host.node_of_device(&info).ok());
-        let memory_node = host.and_then(|host| host.memory_near_device(&info).ok());
-        let own = host.map(|host| host.memory_of_device(&info));
+        let node = host.and_then(|host| host.node_of_device(&info).ok().flatten());
+        let memory_node = host.and_then(|host| host.memory_near_device(&info).ok().flatten());
         let cap = host.map(|host| host.device_cap(&info));
         let transports = transports::attempt_all(driver, &info);
-        Self { info, memory, node, memory_node, own, cap, transports }
+        Self { info, memory, node, memory_node, cap, transports }
     }
 }
 

@@ -17,9 +17,6 @@ const CROWDED: u64 = 50;
 const LITTLE_MEMORY: u64 = 1 << 30;
 /// The default limit of pinned pools, in per cent of the host memory that is left.
 const PINNED_SHARE: u64 = 50;
-/// The kernel's default limit of memory mappings.
-const USUAL_MAPPINGS: u64 = 65_530;
-
 /// Returns all findings.
 pub(crate) fn conclude(facts: &Facts, probes: &[Probe]) -> Vec<Finding> {
     let mut findings = Vec::new();
@@ -41,7 +38,10 @@ pub(crate) fn conclude(facts: &Facts, probes: &[Probe]) -> Vec<Finding> {
 
 fn gpus(facts: &Facts, findings: &mut Vec<Finding>) {
     match &facts.gpus {
-        Ok(gpus) => gpus.iter().for_each(|gpu| self::gpu(gpu, findings)),
+        Ok(gpus) => {
+            let has_nodes = facts.host.as_ref().is_ok_and(|host| !host.nodes().is_empty());
+            gpus.iter().for_each(|gpu| self::gpu(gpu, has_nodes, findings));
+        }
         Err(_) => {
             findings.push(Finding::gets(
                 "device memory: of a simulated GPU, which checks every access",
@@ -55,7 +55,7 @@ fn gpus(facts: &Facts, findings: &mut Vec<Finding>) {
     }
 }
 
-fn gpu(gpu: &Gpu, findings: &mut Vec<Finding>) {
+fn gpu(gpu: &Gpu, has_nodes: bool, findings: &mut Vec<Finding>) {
     let Gpu { info, memory, node, .. } = gpu;
     let device = info.device;
     let most = memory.map_or(String::new(), |m| {
@@ -106,23 +106,16 @@ fn gpu(gpu: &Gpu, findings: &mut Vec<Finding>) {
         )),
         None => {}
     }
-    if let Some(node) = node.as_ref().filter(|node| node.value.is_none()) {
+    if has_nodes && node.is_none() {
         findings.push(Finding::accept(format!(
-            "nobody knows which node {device} is near to ({}): its pinned memory lies where it is touched first",
-            node.source
+            "nobody knows which node {device} is near to: its pinned memory lies where it is touched first"
         )));
     }
 }
 
 fn host(host: &Topology, findings: &mut Vec<Finding>) {
-    if host.is_wsl().value == Some(true) {
-        findings.push(Finding::limit(
-            "this is Windows' Linux kernel: it shows no nodes, and limits how much memory can be pinned",
-        ));
-    }
     headroom(host, findings);
     pages(host, findings);
-    limits(host, findings);
 }
 
 /// Reports how much host memory is left, and what limits it.
@@ -137,21 +130,16 @@ fn headroom(host: &Topology, findings: &mut Vec<Finding>) {
             return;
         }
     };
-    let huge = match headroom.huge_pages {
-        0 => String::new(),
-        bytes => format!(", and {} of reserved huge pages", Bytes(bytes)),
-    };
-    let Some(left) = headroom.bytes.value else {
+    let Some(left) = headroom.value else {
         findings.push(Finding::accept(format!(
-            "nobody tells how much of the host's memory is left ({}){huge}",
-            headroom.bytes.source
+            "nobody tells how much of the host's memory is left ({})",
+            headroom.source
         )));
         return;
     };
     let most = Bytes(left / 100 * PINNED_SHARE);
-    findings
-        .push(Finding::gets(format!("pinned memory: up to {most} unless told otherwise{huge}")));
-    let limited = format!("{} of host memory is left, by {}", Bytes(left), headroom.bytes.source);
+    findings.push(Finding::gets(format!("pinned memory: up to {most} unless told otherwise")));
+    let limited = format!("{} of host memory is left, by {}", Bytes(left), headroom.source);
     findings.push(if left < LITTLE_MEMORY {
         let fix =
             "end what is not needed, raise the limit that is named, or keep pinned pools small";
@@ -162,7 +150,7 @@ fn headroom(host: &Topology, findings: &mut Vec<Finding>) {
 }
 
 fn pages(host: &Topology, findings: &mut Vec<Finding>) {
-    match host.thp().value {
+    match host.thp() {
         Some(ThpMode::Never) => findings.push(Finding::mend(
             "transparent huge pages are off: pinning takes about twice as long",
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
@@ -174,48 +162,24 @@ fn pages(host: &Topology, findings: &mut Vec<Finding>) {
     }
 }
 
-fn limits(host: &Topology, findings: &mut Vec<Finding>) {
-    let limits = host.limits();
-    if limits.overcommit.value == Some(2) {
-        findings.push(Finding::mend(
-            "the kernel never overcommits: large address ranges may be refused",
-            "sysctl vm.overcommit_memory=0",
-        ));
-    }
-    if let Some(mappings) = limits.mappings.value.filter(|&mappings| mappings < USUAL_MAPPINGS) {
-        findings.push(Finding::mend(
-            format!("a process may have {mappings} mappings only"),
-            format!("sysctl vm.max_map_count={USUAL_MAPPINGS}"),
-        ));
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::doctor::facts::Kind;
     use aquifer_driver::{DeviceId, DeviceInfo, MemoryInfo};
-    use aquifer_host::topology::{Found, NodeId, Provenance};
+    use aquifer_host::topology::NodeId;
 
     fn h200() -> Gpu {
         let mut info = DeviceInfo::new(DeviceId(0), "NVIDIA H200".into(), 150_754_820_096);
         (info.virtual_memory, info.async_pools, info.granularity) = (true, true, 2 << 20);
         let memory = Some(MemoryInfo { free: 150_000_000_000, total: 150_754_820_096 });
-        let node = Some(Found::known(NodeId(0), Provenance::Nobody));
-        Gpu {
-            info,
-            memory,
-            memory_node: node.clone(),
-            node,
-            own: None,
-            cap: None,
-            transports: Vec::new(),
-        }
+        let node = Some(NodeId(0));
+        Gpu { info, memory, memory_node: node, node, cap: None, transports: Vec::new() }
     }
 
     fn warnings(gpu: &Gpu) -> Vec<String> {
         let mut all = Vec::new();
-        self::gpu(gpu, &mut all);
+        self::gpu(gpu, true, &mut all);
         all.into_iter().filter(|f| f.kind == Kind::Warning).map(|f| f.says).collect()
     }
 
@@ -230,7 +194,7 @@ mod tests {
         let mut gpu = h200();
         let shown = |gpu: &Gpu| {
             let mut all = Vec::new();
-            self::gpu(gpu, &mut all);
+            self::gpu(gpu, true, &mut all);
             all.into_iter().map(|f| (f.kind, f.says)).collect::<Vec<_>>()
         };
         gpu.cap = Some(host.clone().with_mps_limit("0=64G").device_cap(&gpu.info));
@@ -246,7 +210,7 @@ mod tests {
         let mut gpu = h200();
         (gpu.info.virtual_memory, gpu.info.async_pools, gpu.info.integrated) = (false, false, true);
         gpu.memory = Some(MemoryInfo { free: 1 << 30, total: 8 << 30 });
-        gpu.node = Some(Found::unknown(Provenance::Nobody));
+        gpu.node = None;
         let told = warnings(&gpu).join("\n");
         for word in
             ["virtual memory", "stream-ordered", "shares", "1.00 GiB of 8.00 GiB", "nobody knows"]
@@ -266,7 +230,6 @@ mod tests {
                 Kind::Limit,
                 "3.00 GiB of host memory is left, by /sys/fs/cgroup/memory.max",
             ),
-            ("two-socket", Kind::Gets, "of reserved huge pages"),
             (
                 "cpuset-container",
                 Kind::Warning,

@@ -6,8 +6,8 @@ use super::{
 };
 use aquifer_core::Bytes;
 use aquifer_host::{
-    region::{Cause, PinnedBy, Shortfall, Step},
-    topology::{Bitmap, DeviceMemory, Node, NodeId, Topology},
+    region::{Cause, PinnedBy},
+    topology::{IdSet, Node, NodeId, Topology},
     workers::Workers,
 };
 
@@ -17,7 +17,7 @@ pub(super) fn tried(facts: &Facts, probes: &[Probe], findings: &mut Vec<Finding>
         self::probe(probe, facts.host.as_ref().ok(), findings);
     }
     // Most shortfalls apply to all targets. Each is reported once, with all targets that have it.
-    let mut shortfalls: Vec<(&Shortfall, Vec<String>)> = Vec::new();
+    let mut shortfalls: Vec<(&Cause, Vec<String>)> = Vec::new();
     for probe in probes {
         for shortfall in probe.region.iter().flat_map(|made| &made.report.shortfalls) {
             let who = probe.target.to_string();
@@ -85,45 +85,42 @@ fn probe(probe: &Probe, host: Option<&Topology>, findings: &mut Vec<Finding>) {
 /// Returns how many bytes can be allocated on a node now: the minimum of what is free there and
 /// what is left of the host for this process.
 fn most(host: &Topology, node: Option<NodeId>) -> Option<u64> {
-    let left = host.headroom().ok().and_then(|headroom| headroom.bytes.value);
+    let left = host.headroom().ok().and_then(|left| left.value);
     let free = node.and_then(|id| host.node(id)).and_then(|node| node.free);
     free.into_iter().chain(left).min()
 }
 
 /// Converts a shortfall to a finding. Returns `None` if another finding already reports it.
-fn shortfall(shortfall: &Shortfall, who: &str, has_driver: bool) -> Option<Finding> {
+fn shortfall(shortfall: &Cause, who: &str, has_driver: bool) -> Option<Finding> {
     let told = format!("{who}, {shortfall}");
-    match &shortfall.cause {
+    match shortfall {
         // A better tier than the one in use is a limit, not a warning.
         Cause::HugePages { .. } | Cause::NotHuge => Some(Finding::limit(told)),
         Cause::NoDriver if !has_driver => Some(Finding::limit(told)),
         // Reported together with the kernel's mode, or with the node.
         Cause::NotOffered | Cause::NumaOff | Cause::NoCpus(_) => None,
         Cause::Touched => Some(Finding::accept(told)),
-        Cause::System(_) if shortfall.step == Step::Policy => Some(Finding::accept(format!(
+        Cause::System(error) if error.call == "mbind" => Some(Finding::accept(format!(
             "{told}: this sandbox forbids memory policies, so threads on the node touch the pages first"
         ))),
-        Cause::Driver(_) if shortfall.step == Step::Register => Some(Finding::mend(
+        Cause::Driver(error) if error.call == "cuMemHostRegister" => Some(Finding::mend(
             told,
             "free locked or registered memory, or see the kernel's log (dmesg) for NVRM",
         )),
-        Cause::Misplaced { .. } => {
-            Some(Finding::mend(told, "free memory on that node, or widen the cpuset"))
-        }
         _ => Some(Finding::accept(told)),
     }
 }
 
 /// Reports why nodes give less than they could. Nodes with the same finding are named together.
 pub(super) fn nodes(host: &Topology, findings: &mut Vec<Finding>) {
-    if host.numa_setting().value == Some(false) {
+    if host.is_numa_off() {
         findings.push(Finding::mend(
-            format!("NUMA handling is off ({}): nothing is placed", host.numa_setting().source),
+            "NUMA handling is off (AQUIFER_NUMA): nothing is placed",
             "unset it, unless that is what you want",
         ));
     }
     let of = |so: fn(&Node) -> bool| {
-        let ids: Bitmap =
+        let ids: IdSet =
             host.nodes().iter().filter(|node| so(node)).map(|node| node.id.0).collect();
         (!ids.is_empty()).then_some(ids)
     };
@@ -144,12 +141,6 @@ pub(super) fn nodes(host: &Topology, findings: &mut Vec<Finding>) {
     if let Some(ids) = of(memory_only) {
         findings.push(Finding::limit(format!(
             "{}: no CPUs; threads on the nearest node that has some touch its memory first",
-            named(&ids)
-        )));
-    }
-    if let Some(ids) = of(|node| !is_device(node) && node.movable_only.value == Some(true)) {
-        findings.push(Finding::limit(format!(
-            "{}: all memory is movable, so that pages move to other nodes when they are pinned",
             named(&ids)
         )));
     }
@@ -182,37 +173,28 @@ pub(super) fn nodes(host: &Topology, findings: &mut Vec<Finding>) {
 }
 
 fn is_device(node: &Node) -> bool {
-    node.device_memory.value == Some(true)
+    node.device_memory
 }
 
-fn named(ids: &Bitmap) -> String {
+fn named(ids: &IdSet) -> String {
     if ids.len() == 1 { format!("node {ids}") } else { format!("nodes {ids}") }
 }
 
-/// Reports why host memory for a device is not next to it, and where the device's own memory is.
+/// Reports why host memory for a device is not next to it.
 pub(super) fn devices(facts: &Facts, findings: &mut Vec<Finding>) {
-    for Gpu { info, node, memory_node, own, .. } in facts.gpus.iter().flatten() {
+    for Gpu { info, node, memory_node, .. } in facts.gpus.iter().flatten() {
         let device = info.device;
-        let value = |found: &Option<_>| {
-            found.as_ref().and_then(|found: &aquifer_host::topology::Found<_>| found.value)
-        };
-        match (value(node), value(memory_node), memory_node) {
-            (Some(near), Some(lies), Some(found)) if near != lies => findings.push(Finding::limit(format!(
-                "{device} is at {near}, which has no memory for this process: host memory for it lies on {lies}, the \
-                 nearest that has ({})",
-                found.source
+        let at = |near| format!("{device} is at {near}, which has no memory for this process");
+        match (*node, *memory_node) {
+            (Some(near), Some(lies)) if near != lies => findings.push(Finding::limit(format!(
+                "{}: host memory for it lies on {lies}, the nearest that has",
+                at(near)
             ))),
-            (Some(near), None, Some(found)) => findings.push(Finding::limit(format!(
-                "{device} is at {near}, which has no memory for this process, and nobody tells which node is the \
-                 nearest that has ({})",
-                found.source
+            (Some(near), None) => findings.push(Finding::limit(format!(
+                "{}, and nobody tells which node is the nearest that has",
+                at(near)
             ))),
             _ => {}
-        }
-        if let Some(DeviceMemory::Node(id)) = own.as_ref().and_then(|own| own.value) {
-            findings.push(Finding::gets(format!(
-                "memory of {device} is {id} of the host's: a CPU reaches it without a copy"
-            )));
         }
     }
 }
@@ -255,7 +237,6 @@ mod tests {
             ("grace", "nodes 1-8: a device's memory"),
             ("memoryless-node", "node 1: no memory"),
             ("cpuless-node", "node 2: no CPUs"),
-            ("cpuless-node", "node 2: all memory is movable"),
             ("cpuset-container-v2", "node 1: this process may run on fewer CPUs"),
         ] {
             let all = of(&machine(name));
@@ -287,7 +268,7 @@ mod tests {
             (
                 "cpuset-container-v2",
                 "0000:17:00.0",
-                "memory for it lies on node 1, the nearest that has (",
+                "memory for it lies on node 1, the nearest that has",
             ),
         ] {
             let host = machine(name);
@@ -295,9 +276,8 @@ mod tests {
             info.pci_address = Some(pci.into());
             let gpu = Gpu {
                 memory: None,
-                node: host.node_of_device(&info).ok(),
-                memory_node: host.memory_near_device(&info).ok(),
-                own: Some(host.memory_of_device(&info)),
+                node: host.node_of_device(&info).unwrap(),
+                memory_node: host.memory_near_device(&info).unwrap(),
                 cap: None,
                 transports: Vec::new(),
                 info,
@@ -311,7 +291,7 @@ mod tests {
         }
     }
 
-    fn made(shortfalls: Vec<Shortfall>) -> ProbeResult {
+    fn made(shortfalls: Vec<Cause>) -> ProbeResult {
         let host = Host::new(Topology::read().unwrap(), Kernel::new());
         let region =
             Region::new(&host, &Budget::new("a test", 1 << 20), &RegionRequest::bytes(4096))
@@ -323,7 +303,7 @@ mod tests {
 
     /// Returns the findings for regions of this machine with other shortfalls, and a link.
     fn probed(
-        shortfalls: &[Shortfall],
+        shortfalls: &[Cause],
         targets: &[Target],
         link: Option<Result<Link, DriverError>>,
     ) -> Vec<Finding> {
@@ -341,15 +321,13 @@ mod tests {
         let driver =
             DriverError { call: "cuMemHostRegister", code: 2, name: "CUDA_ERROR_OUT_OF_MEMORY" };
         let table = [
-            (Step::Map, Cause::HugePages { needed: 32, free: Some(0) }, Some(Kind::Limit)),
-            (Step::Pages, Cause::NotOffered, None),
-            (Step::Policy, Cause::System(refused), Some(Kind::Warning)),
-            (Step::Register, Cause::Driver(driver), Some(Kind::Warning)),
-            (Step::Verify, Cause::Misplaced { elsewhere: 3, unknown: 0 }, Some(Kind::Warning)),
+            (Cause::HugePages { needed: 32, free: Some(0) }, Some(Kind::Limit)),
+            (Cause::NotOffered, None),
+            (Cause::System(refused), Some(Kind::Warning)),
+            (Cause::Driver(driver), Some(Kind::Warning)),
         ];
-        for (step, cause, expected) in table {
-            let told =
-                probed(&[Shortfall { step, cause: cause.clone() }], &[Target::Anywhere], None);
+        for (cause, expected) in table {
+            let told = probed(&[cause.clone()], &[Target::Anywhere], None);
             let kinds: Vec<_> =
                 told.iter().map(|f| f.kind).filter(|kind| *kind != Kind::Gets).collect();
             assert_eq!(kinds, expected.into_iter().collect::<Vec<_>>(), "{cause:?}");
@@ -365,8 +343,7 @@ mod tests {
         let node = Target::Node(NodeId(1));
         let targets =
             [Target::Device(DeviceId(0), Some(NodeId(0))), Target::Device(DeviceId(1), None), node];
-        let why =
-            Shortfall { step: Step::Pages, cause: Cause::HugePages { needed: 32, free: Some(0) } };
+        let why = Cause::HugePages { needed: 32, free: Some(0) };
         let all = probed(std::slice::from_ref(&why), &targets, None);
         let gets = said(Kind::Gets, &all);
         for (says, who) in

@@ -36,9 +36,8 @@ impl Target {
     /// Returns every device, then every NUMA node that has memory for this process and is not next
     /// to any device.
     fn all(facts: &Facts, host: &Topology) -> Vec<Self> {
-        let devices = facts.gpus.iter().flatten().map(|gpu| {
-            Self::Device(gpu.info.device, gpu.memory_node.as_ref().and_then(|found| found.value))
-        });
+        let devices =
+            facts.gpus.iter().flatten().map(|gpu| Self::Device(gpu.info.device, gpu.memory_node));
         let mut all: Vec<Self> = devices.collect();
         let tried: Vec<_> = all.iter().filter_map(|target| target.node()).collect();
         let nodes =

@@ -5,11 +5,11 @@ use super::{
     probe::{PROBE_BYTES, Probe},
 };
 use crate::ledgers::{self, SharedMemory};
-use aquifer_benches::console::{figures::Count, json, layout::wrap};
+use aquifer_benches::console::{json, layout::wrap};
 use aquifer_core::Bytes;
 use aquifer_host::{
     region::PinnedBy,
-    topology::{HugePool, ThpMode, Topology},
+    topology::{ThpMode, Topology},
 };
 use aquifer_status::ledger::LedgerError;
 use serde_json::{Value, json};
@@ -142,12 +142,7 @@ fn device(gpu: &Gpu) -> String {
         Some(address) => format!("at {address}"),
         None => "at an unknown PCI address".to_owned(),
     });
-    if let Some(node) = node {
-        parts.push(match node.value {
-            Some(id) => format!("near {id} ({})", node.source),
-            None => "near no known node".to_owned(),
-        });
-    }
+    parts.push(node.map_or("near no known node".to_owned(), |id| format!("near {id}")));
     parts.push(if info.virtual_memory {
         format!("virtual memory in handles of {}", Bytes(info.granularity))
     } else {
@@ -184,53 +179,20 @@ fn host(host: &Topology, say: &mut impl FnMut(&str, String)) {
             (Some(all), None) => Bytes(all).to_string(),
             _ => "memory unknown".to_owned(),
         };
-        let whose = if node.device_memory.value == Some(true) { "; a device's" } else { "" };
+        let whose = if node.device_memory { "; a device's" } else { "" };
         say("nodes", format!("{}: {cpus}; {memory}{whose}", node.id));
     }
     say("pages", pages(host));
-    say("limits", limits(host));
 }
 
 fn pages(host: &Topology) -> String {
-    let mut parts = Vec::new();
-    if let Some(bytes) = host.page_size().value {
-        parts.push(format!("base {}", Bytes(bytes)));
-    }
-    let size = host.thp_size().value.map_or(String::new(), |bytes| format!(" of {}", Bytes(bytes)));
-    parts.push(match host.thp().value {
-        Some(ThpMode::Always) => format!("transparent huge pages{size} everywhere"),
-        Some(ThpMode::Madvise) => format!("transparent huge pages{size} on request"),
-        Some(ThpMode::Never) => "transparent huge pages off".to_owned(),
-        None => "transparent huge pages unknown".to_owned(),
-    });
-    for HugePool { page_size, total, free, .. } in host.huge_pools() {
-        parts.push(format!("hugetlb {}: {free} of {total} free", Bytes(*page_size)));
-    }
-    parts.join("; ")
-}
-
-fn limits(host: &Topology) -> String {
-    let limits = host.limits();
-    let memory = match host.memory_limit().value {
-        Some(limit) => {
-            format!("control group {} of {} left", Bytes(limit.remaining), Bytes(limit.limit))
-        }
-        None => "no control group limit".to_owned(),
+    let huge = match host.thp() {
+        Some(ThpMode::Always) => "everywhere",
+        Some(ThpMode::Madvise) => "on request",
+        Some(ThpMode::Never) => "off",
+        None => "unknown",
     };
-    let locked = match limits.locked_memory.value {
-        Some(u64::MAX) => "unlimited".to_owned(),
-        Some(bytes) => format!("{} (the driver's pins do not count)", Bytes(bytes)),
-        None => "unknown".to_owned(),
-    };
-    let mappings =
-        limits.mappings.value.map_or("unknown".to_owned(), |count| Count(count).to_string());
-    let overcommit = match limits.overcommit.value {
-        Some(0) => "heuristic",
-        Some(1) => "always",
-        Some(2) => "never",
-        _ => "unknown",
-    };
-    format!("{memory}; locked memory {locked}; mappings {mappings}; overcommit {overcommit}")
+    format!("base {}; transparent huge pages {huge}", Bytes(host.page_size() as u64))
 }
 
 fn probe(probe: &Probe) -> String {
@@ -310,7 +272,6 @@ mod tests {
             memory: None,
             node: None,
             memory_node: None,
-            own: None,
             cap: None,
             transports: Vec::new(),
         };
