@@ -508,7 +508,7 @@ pub unsafe trait Physical: Debug + Send + Sync {
 /// ```
 /// use aquifer::{DeviceId, Driver, sim::Sim};
 /// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
-/// let pinned = driver.host_alloc(gpu, 4096)?;
+/// let pinned = driver.host_alloc(gpu, 4096, false)?;
 /// // SAFETY: 1. `host_alloc` returned it. 2. It is not in use.
 /// unsafe { driver.host_free(gpu, pinned) }?;
 /// # Ok::<(), aquifer::error::DriverError>(())
@@ -527,7 +527,12 @@ pub unsafe trait HostMemory: Debug + Send + Sync {
     ///
     /// # Errors
     /// Out of memory.
-    fn host_alloc(&self, device: DeviceId, bytes: usize) -> Result<NonNull<u8>>;
+    fn host_alloc(
+        &self,
+        device: DeviceId,
+        bytes: usize,
+        write_combined: bool,
+    ) -> Result<NonNull<u8>>;
 
     /// Frees pinned memory (`cuMemFreeHost`). Blocks until the whole device is idle.
     ///

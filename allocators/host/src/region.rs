@@ -13,7 +13,7 @@
 //!   policy     prefer the node; a sandbox that forbids it leaves first touch
 //!   populate   in pieces, by workers on the node
 //!   register   with the driver, one thread, chunk after chunk; or `cuMemHostAlloc`; or not at all, by [`Pinning`]
-//!   verify     ask the kernel where the pages are, after registering
+//!   verify     ask the kernel where the pages are, after registering, since pinning may move them
 //! ```
 //!
 //! The [`RegionReport`] lists each fallback and its reason. A region is released in the reverse
@@ -74,10 +74,16 @@ pub enum Pinning {
 pub struct RegionRequest {
     /// Size in bytes, rounded up to base pages.
     pub bytes: usize,
-    /// The preferred NUMA node. With `None` the pages may lie anywhere. The strict memory policy of
-    /// the kernel is never used, because on a full node it kills the process: the report has the
-    /// pages on other nodes.
+    /// The preferred NUMA node. With `None` the pages may lie anywhere.
     pub node: Option<NodeId>,
+    /// Requires every page to lie on `node`: a page on another or an unknown node is an error.
+    /// Otherwise the report has the pages on other nodes. Has no effect without a node. The strict
+    /// memory policy of the kernel is never used, because on a full node it kills the process.
+    pub strict: bool,
+    /// Tries memory that the driver maps as write-combined (`CU_MEMHOSTALLOC_WRITECOMBINED`):
+    /// devices may read it faster, and the host reads it very slowly. Where the driver has none,
+    /// cached memory is used, and the report says so.
+    pub write_combined: bool,
     /// Whether the region must be pinned.
     pub pinning: Pinning,
     /// Whether the child of a fork has the same pages (`MAP_SHARED`), or none
@@ -105,6 +111,8 @@ impl RegionRequest {
         Self {
             bytes,
             node: None,
+            strict: false,
+            write_combined: false,
             pinning: Pinning::default(),
             share_on_fork: false,
             pages: PageTier::HugeTlb,

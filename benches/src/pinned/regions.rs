@@ -245,7 +245,7 @@ fn driver(bench: &mut PinnedBench<'_>, bytes: u64) -> Result<(Duration, Duration
     // From 8 GiB on, each repetition takes seconds.
     for _ in 0..if bytes > GIB { 1 } else { 3 } {
         let begun = Instant::now();
-        let address = bench.driver.host_alloc(bench.device, bytes as usize).map_err(told)?;
+        let address = bench.driver.host_alloc(bench.device, bytes as usize, false).map_err(told)?;
         let made = begun.elapsed();
         let begun = Instant::now();
         #[expect(unsafe_code, reason = "gives back what the driver allocated")]

@@ -90,7 +90,7 @@ impl Source for Direct {
     type Refused = DriverError;
 
     fn take(&self, bytes: u64) -> Result<DriverAddress, DriverError> {
-        self.driver.host_alloc(self.device, bytes as usize).map(DriverAddress)
+        self.driver.host_alloc(self.device, bytes as usize, false).map(DriverAddress)
     }
 
     fn give(&self, DriverAddress(block): DriverAddress) -> Result<(), DriverError> {

@@ -82,6 +82,7 @@ pub(super) const GRAPH_USER_OBJECT_MOVE: c_uint = 1;
 
 /// `CU_MEMHOSTALLOC_…`
 pub(super) const HOST_ALLOC_PORTABLE: c_uint = 1;
+pub(super) const HOST_ALLOC_WRITE_COMBINED: c_uint = 4;
 /// `CU_MEMHOSTREGISTER_…`
 pub(super) const HOST_REGISTER_PORTABLE: c_uint = 1;
 

@@ -8,11 +8,18 @@ use std::ptr::NonNull;
 // SAFETY: 1. and 3. are guaranteed by the driver. 2. It waits for the device before it ends a
 // registration or frees memory.
 unsafe impl HostMemory for CudaDriver {
-    fn host_alloc(&self, device: DeviceId, bytes: usize) -> Result<NonNull<u8>> {
+    fn host_alloc(
+        &self,
+        device: DeviceId,
+        bytes: usize,
+        write_combined: bool,
+    ) -> Result<NonNull<u8>> {
+        let combined = if write_combined { abi::HOST_ALLOC_WRITE_COMBINED } else { 0 };
+        let flags = abi::HOST_ALLOC_PORTABLE | combined;
         let mut address = std::ptr::null_mut();
         self.call(Call::HostAlloc, device, |functions| {
             // SAFETY: 1. `address` is writable.
-            unsafe { (functions.host_alloc)(&raw mut address, bytes, abi::HOST_ALLOC_PORTABLE) }
+            unsafe { (functions.host_alloc)(&raw mut address, bytes, flags) }
         })?;
         // The driver does not succeed without memory. If it did, this would be out of memory.
         NonNull::new(address.cast())

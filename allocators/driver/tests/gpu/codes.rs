@@ -49,7 +49,7 @@ fn unmapped_graphs(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     }
     let stream = OwnStream::new(driver);
     let block = driver.mem_alloc(DEVICE, 4096).unwrap();
-    let pinned = driver.host_alloc(DEVICE, 4096).unwrap();
+    let pinned = driver.host_alloc(DEVICE, 4096, true).unwrap();
     let range = driver.address_reserve(DEVICE, granule, 0).unwrap();
     let handle = driver.handle_create(DEVICE, granule, ExportTypes::NONE).unwrap();
     // SAFETY: throughout: 1. nothing is launched, so nothing is accessed. 2. each object is
@@ -336,7 +336,7 @@ fn pinned(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let stream = OwnStream::new(driver);
     let block = driver.mem_alloc(DEVICE, BYTES as u64).unwrap();
     let pages = Pages::new(BYTES);
-    answers.note("pin nothing", driver.host_alloc(DEVICE, 0));
+    answers.note("pin nothing", driver.host_alloc(DEVICE, 0, false));
     // SAFETY: throughout: 1. the pages and the block live until the stream has been synchronised.
     // 2. nothing else accesses them. Other conditions of a call are deliberately broken.
     unsafe {
@@ -368,7 +368,7 @@ fn pinned(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         answers.note("unregister again", driver.host_unregister(DEVICE, pages.at));
         driver.mem_free(DEVICE, block).unwrap();
     }
-    let own = driver.host_alloc(DEVICE, BYTES).unwrap();
+    let own = driver.host_alloc(DEVICE, BYTES, false).unwrap();
     // SAFETY: 1. it came from the driver, except for the second, deliberately broken call. 2.
     // nothing is queued.
     unsafe {

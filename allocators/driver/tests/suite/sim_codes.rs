@@ -27,7 +27,7 @@ fn wrong_arguments_are_refused_with_the_drivers_codes_and_change_nothing() {
         );
         assert_eq!(code(d.device_info(nowhere)), 101);
         assert_eq!(code(d.mem_alloc(GPU, 0)), 1);
-        assert_eq!(code(d.host_alloc(GPU, 0)), 2);
+        assert_eq!(code(d.host_alloc(GPU, 0, false)), 2);
         assert_eq!(code(d.address_reserve(GPU, GRANULE + 1, 0)), 1);
         assert_eq!(code(d.address_reserve(GPU, 0, 0)), 1);
         assert_eq!(code(d.address_reserve(GPU, GRANULE, 3)), 1);

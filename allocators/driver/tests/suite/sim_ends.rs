@@ -70,7 +70,7 @@ fn calls_with_a_range_past_the_last_address_are_refused_or_change_nothing() {
         let sim = Sim::h200(1);
         let driver = sim.driver();
         let range = DeviceRange { device: DEVICE, address, bytes };
-        driver.host_alloc(DEVICE, 4096).unwrap();
+        driver.host_alloc(DEVICE, 4096, false).unwrap();
         sim.host_read(address, bytes);
         sim.host_write(address, bytes);
         let stream = driver.stream_create(DEVICE, 0).unwrap();

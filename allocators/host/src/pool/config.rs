@@ -15,6 +15,11 @@ pub struct PinnedConfig {
     /// [`PinnedConfig::on`] sets it. Where the node is full, pages lie on others, which
     /// [`PinnedPool::reports`](crate::PinnedPool::reports) shows.
     pub node: Option<NodeId>,
+    /// Whether memory on another node is an error. Default: `false`.
+    pub strict: bool,
+    /// Whether to try write-combined memory, which devices may read faster and the host reads very
+    /// slowly. See [`RegionRequest`](region::RegionRequest). Default: `false`.
+    pub write_combined: bool,
     /// Whether the memory must be pinned. Default: [`Pinning::Preferred`].
     pub pinning: Pinning,
     /// Minimum bytes of a region. Larger requests get a region of their own size. Default: 64 MiB.
@@ -74,6 +79,8 @@ impl Default for PinnedConfig {
     fn default() -> Self {
         Self {
             node: None,
+            strict: false,
+            write_combined: false,
             pinning: Pinning::default(),
             chunk: 64 << 20,
             registration: region::RegionRequest::REGISTRATION,

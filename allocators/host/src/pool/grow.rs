@@ -194,6 +194,8 @@ impl PoolCore {
         let config = &shared.config;
         let mut request = RegionRequest::bytes(bytes);
         request.node = config.node;
+        request.strict = config.strict;
+        request.write_combined = config.write_combined;
         request.pinning = config.pinning;
         request.share_on_fork = config.share_on_fork;
         request.pages = config.pages;

@@ -66,6 +66,11 @@ impl Region {
             Err(failed) => return Err(builder.error(failed.cause)),
         };
         let placement = builder.verify(&made);
+        let (elsewhere, unknown) = (placement.elsewhere(), placement.unknown);
+        if builder.is_strict() && elsewhere + unknown > 0 {
+            drop(made);
+            return Err(builder.error(Cause::Misplaced { elsewhere, unknown }));
+        }
         let pinned_by = match (&made.pages, made.backing.registrations().len()) {
             (PageTier::DriverChosen, _) => PinnedBy::Driver,
             (_, 0) => PinnedBy::Nobody,
@@ -130,6 +135,11 @@ impl<'a> RegionBuilder<'a> {
         Ok(())
     }
 
+    /// Returns whether placement is strict. Without a requested node, every node is right.
+    fn is_strict(&self) -> bool {
+        self.request.strict && self.request.node.is_some()
+    }
+
     fn fell_short(&mut self, cause: Cause) {
         if !self.shortfalls.contains(&cause) {
             self.shortfalls.push(cause);
@@ -165,12 +175,19 @@ impl<'a> RegionBuilder<'a> {
             }
         };
         let mut charge = charge;
+        if self.request.write_combined {
+            match self.driver_memory(charge, &reach, true) {
+                Ok(made) => return Ok(made),
+                Err(failed) => charge = self.next_attempt(failed)?,
+            }
+            self.fell_short(Cause::Cached);
+        }
         let pageable = self.request.pinning == Pinning::Preferred;
         match self.mapped(charge, Some(reach.clone())) {
             Ok(made) => return Ok(made),
             Err(failed) => charge = self.next_attempt(failed)?,
         }
-        match self.driver_memory(charge, &reach) {
+        match self.driver_memory(charge, &reach, false) {
             Ok(made) => return Ok(made),
             Err(failed) if pageable => charge = self.next_attempt(failed)?,
             Err(failed) => return Err(failed),
@@ -264,6 +281,7 @@ impl<'a> RegionBuilder<'a> {
         &mut self,
         charge: Charge,
         reach: &Reach,
+        write_combined: bool,
     ) -> Result<BuiltRegion, AttemptFailure> {
         let bytes = self.bytes;
         // The worker's result owns its memory, so it is freed even if the result is never fetched.
@@ -275,7 +293,8 @@ impl<'a> RegionBuilder<'a> {
                 return Err((Cause::Workers(WorkerError::Lost), None));
             };
             let _relaxed = Relaxed::enter(&*worker_reach.driver);
-            let address = match worker_reach.call(|driver, device| driver.host_alloc(device, bytes))
+            let address = match worker_reach
+                .call(|driver, device| driver.host_alloc(device, bytes, write_combined))
             {
                 Ok(address) => address.as_ptr().expose_provenance(),
                 Err(e) => return Err((Cause::Driver(e), Some(charge))),

@@ -130,6 +130,15 @@ pub enum Cause {
         /// Bytes in base pages.
         bytes: u64,
     },
+    /// The driver has no write-combined memory. The memory is cached.
+    Cached,
+    /// The request was strict, and pages are on other nodes or their node is unknown.
+    Misplaced {
+        /// Pages on other nodes.
+        elsewhere: u64,
+        /// Pages whose node is unknown.
+        unknown: u64,
+    },
     /// The pool was closed while the region was created, or its table of records is full.
     NotKept,
 }
@@ -223,6 +232,10 @@ impl fmt::Display for Cause {
             Self::Stalled { bytes } => {
                 write!(f, "huge pages took longer than base pages, which {bytes} bytes are in now")
             }
+            Self::Cached => f.write_str("the driver has no write-combined memory; this is cached"),
+            Self::Misplaced { elsewhere, unknown } => {
+                write!(f, "{elsewhere} pages on other nodes, {unknown} of unknown place")
+            }
             Self::NotKept => {
                 f.write_str("the pool was closed in the meantime, or its tables are full")
             }
@@ -273,10 +286,14 @@ impl From<RegionError> for MemoryError {
             | Cause::NotHuge
             | Cause::NotOffered
             | Cause::Touched
+            | Cause::Cached
             | Cause::Stalled { .. } => Self::Unsupported { feature: "populating pinned memory" },
             Cause::NoDriver => Self::Unsupported { feature: "pinned memory without a driver" },
             Cause::UnknownNode(_) | Cause::NumaOff | Cause::NoCpus(_) | Cause::Workers(_) => {
                 Self::Unsupported { feature: "memory on that NUMA node" }
+            }
+            Cause::Misplaced { .. } => {
+                Self::Unsupported { feature: "every page on the wanted NUMA node" }
             }
         }
     }

@@ -115,6 +115,21 @@ fn a_request_that_is_no_multiple_of_a_workers_piece_gets_one_registration_and_fi
 }
 
 #[test]
+fn write_combined_memory_comes_from_the_driver_or_is_cached_and_reported() {
+    let _alone = alone();
+    let (sim, host) = machine();
+    let mut request = request();
+    (request.pinning, request.write_combined) = (Pinning::Required, true);
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!((region.report().pinned_by, sim.outstanding().registrations), (PinnedBy::Driver, 0));
+    assert!(region.report().shortfalls.is_empty());
+    sim.fail(Call::HostAlloc, 1, OUT_OF_MEMORY);
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!(region.report().pinned_by, PinnedBy::Registration(4));
+    assert!(region.report().shortfalls.contains(&Cause::Cached));
+}
+
+#[test]
 fn a_failed_registration_is_rolled_back_and_the_driver_allocates_instead() {
     let _alone = alone();
     for nth in 1..=4 {

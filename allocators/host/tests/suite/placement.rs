@@ -64,7 +64,7 @@ fn the_report_equals_the_kernels_answer_on_every_node_in_every_mode() {
 }
 
 #[test]
-fn a_region_larger_than_its_node_spills_with_a_report() {
+fn a_region_larger_than_its_node_spills_with_a_report_or_is_refused_if_strict() {
     const SMALL: u64 = 128 << 20;
     let host = support::host();
     let of_size = |size: fn(u64) -> bool| {
@@ -89,6 +89,10 @@ fn a_region_larger_than_its_node_spills_with_a_report() {
     assert!(placement.pages.iter().all(|(node, pages)| counts[node] >= *pages), "{placement:?}");
     println!("spilled: {} pages from {}", placement.elsewhere(), node.id);
     drop(region);
+    let mut strict = request(bytes, node.id, PageTier::Base);
+    strict.strict = true;
+    Region::new(&host, &budget, &strict).unwrap_err();
+    assert_eq!(budget.used(), 0);
     assert_eq!(budget.used(), 0);
 }
 

@@ -66,7 +66,7 @@ fn without_a_policy_first_touch_by_the_nodes_own_workers_places_the_pages() {
 }
 
 #[test]
-fn pages_that_cannot_be_verified_are_unknown_and_those_of_a_long_region_are_sampled() {
+fn pages_that_cannot_be_verified_are_unknown_and_refused_by_a_strict_region_that_asks_for_all() {
     let (host, faults) = support::faulty_host();
     let budget = budget();
     faults.fail_from(SystemCall::Query, 1, libc::EPERM);
@@ -76,6 +76,17 @@ fn pages_that_cannot_be_verified_are_unknown_and_those_of_a_long_region_are_samp
     let placement = &region.report().placement;
     assert_eq!((placement.unknown, placement.pages.len()), (1024, 0));
     drop(region);
+    if let Some(node) = support::some_node(&host.topology) {
+        let mut strict = request.clone().on(node);
+        strict.strict = true;
+        let refused = Region::new(&host, &budget, &strict).unwrap_err();
+        assert_eq!(refused.cause, Cause::Misplaced { elsewhere: 0, unknown: 1024 });
+        assert_eq!(budget.used(), 0);
+        faults.clear();
+        strict.bytes = 32 * MIB;
+        let placement = Region::new(&host, &budget, &strict).unwrap().report().placement.clone();
+        assert_eq!((placement.on_node(), placement.elsewhere()), (8192, 0), "every page");
+    }
     faults.clear();
     request.bytes = 32 * MIB;
     let sampled = Region::new(&host, &budget, &request).unwrap();
@@ -209,6 +220,10 @@ fn a_required_pin_without_a_driver_is_an_error_and_an_unwanted_one_is_not_missed
 #[test]
 fn with_numa_switched_off_nothing_is_bound_and_the_report_says_so() {
     let host = Host::new(support::topology().without_nodes(), aquifer_host::kernel::Kernel::new());
+    let mut strict = request(MIB).on(NodeId(0));
+    strict.strict = true;
+    let refused = Region::new(&host, &budget(), &strict).unwrap_err();
+    assert!(matches!(refused.cause, Cause::Misplaced { .. }), "strict cannot be kept: {refused}");
     let region = Region::new(&host, &budget(), &request(MIB).on(NodeId(0))).unwrap();
     assert!(region.report().shortfalls.iter().any(|s| *s == Cause::NumaOff));
     assert_eq!(region.report().placement.wanted, None);

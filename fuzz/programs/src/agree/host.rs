@@ -37,8 +37,8 @@ impl Hosts {
         let (unpinned, pageable) = pages(HOSTS[PAGEABLE]);
         // SAFETY: 1. inside the pages.
         let second_half = unsafe { first_half.add(HOSTS[FIRST_HALF]) };
-        let first_pinned = driver.host_alloc(device, HOSTS[0])?;
-        let second_pinned = driver.host_alloc(device, HOSTS[1])?;
+        let first_pinned = driver.host_alloc(device, HOSTS[0], false)?;
+        let second_pinned = driver.host_alloc(device, HOSTS[1], false)?;
         let at = [first_pinned, second_pinned, first_half, second_half, pageable];
         for half in [FIRST_HALF, FIRST_HALF + 1] {
             // SAFETY: 1. the pages live until `end`, which unregisters them.

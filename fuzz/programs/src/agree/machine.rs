@@ -276,7 +276,7 @@ impl Machine {
             .map(|(&at, &granules)| (self.range + at * GRANULE, granules * GRANULE));
         let parts: Vec<_> = blocks.chain(mappings).collect();
         let largest = parts.iter().map(|&(_, bytes)| bytes).max().unwrap_or(1) as usize;
-        let scratch = self.driver.host_alloc(self.device, largest)?;
+        let scratch = self.driver.host_alloc(self.device, largest, false)?;
         let digests =
             parts.into_iter().map(|(address, bytes)| self.read(scratch, address, bytes as usize));
         let digests: Result<Vec<_>> = digests.collect();

@@ -49,7 +49,12 @@ impl Machine {
 // SAFETY: 1. The memory consists of whole pages of the system, which are unmapped when they are
 // freed. 2. The device's queues have run by then. 3. Errors are detected before anything changes.
 unsafe impl HostMemory for Machine {
-    fn host_alloc(&self, device: DeviceId, bytes: usize) -> Result<NonNull<u8>> {
+    fn host_alloc(
+        &self,
+        device: DeviceId,
+        bytes: usize,
+        _write_combined: bool,
+    ) -> Result<NonNull<u8>> {
         let site = caller_site();
         let call = Call::HostAlloc;
         let mut state = self.enter(call, Some(device))?;

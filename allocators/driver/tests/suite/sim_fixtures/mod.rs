@@ -113,7 +113,7 @@ impl Machine {
 
     /// Allocates pinned memory of the driver.
     pub fn pinned(&self, bytes: usize) -> NonNull<u8> {
-        self.driver.host_alloc(GPU, bytes).unwrap()
+        self.driver.host_alloc(GPU, bytes, false).unwrap()
     }
 
     pub fn write(&self, stream: RawStream, range: DeviceRange) {

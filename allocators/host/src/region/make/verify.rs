@@ -8,7 +8,7 @@ use crate::{
 use std::collections::BTreeMap;
 
 /// How many pages of a region are queried, evenly spread. Querying all takes about as long as
-/// populating. This covers every page of 16 MiB.
+/// populating, so only strict regions do that. This covers every page of 16 MiB.
 const SAMPLE: usize = 4096;
 
 impl RegionBuilder<'_> {
@@ -18,17 +18,24 @@ impl RegionBuilder<'_> {
         let pages = made.span.len.div_ceil(page);
         // A huge page from the pool lies on one node, and counts as the base pages it contains.
         let weight = made.pages.page().map_or(1, |huge| huge / page);
-        let step = pages.div_ceil(SAMPLE).next_multiple_of(weight);
-        let addresses: Vec<usize> = (0..pages).step_by(step).map(|n| start + n * page).collect();
-        let nodes = self.host.kernel.nodes_of(&addresses).unwrap_or_else(|e| {
-            self.fell_short(Cause::System(e));
-            vec![-1; addresses.len()]
-        });
+        let step = if self.is_strict() { 1 } else { pages.div_ceil(SAMPLE) };
+        let mut addresses =
+            (0..pages).step_by(step.next_multiple_of(weight)).map(|n| start + n * page);
         let (mut counts, mut unknown) = (BTreeMap::<NodeId, u64>::new(), 0);
-        for node in nodes {
-            match u32::try_from(node) {
-                Ok(node) => *counts.entry(NodeId(node)).or_default() += weight as u64,
-                Err(_) => unknown += weight as u64,
+        loop {
+            let batch: Vec<usize> = addresses.by_ref().take(SAMPLE).collect();
+            if batch.is_empty() {
+                break;
+            }
+            let nodes = self.host.kernel.nodes_of(&batch).unwrap_or_else(|e| {
+                self.fell_short(Cause::System(e));
+                vec![-1; batch.len()]
+            });
+            for node in nodes {
+                match u32::try_from(node) {
+                    Ok(node) => *counts.entry(NodeId(node)).or_default() += weight as u64,
+                    Err(_) => unknown += weight as u64,
+                }
             }
         }
         Placement { wanted: self.node, pages: counts.into_iter().collect(), unknown }

@@ -44,7 +44,7 @@ unsafe impl Sync for PinnedStamp {}
 impl PinnedStamp {
     fn new(driver: &Arc<dyn Driver>, device: DeviceId, bytes: usize) -> Result<Self> {
         let bytes = bytes.max(STAMP);
-        let start = driver.host_alloc(device, bytes)?;
+        let start = driver.host_alloc(device, bytes, false)?;
         Ok(Self { driver: driver.clone(), device, start, bytes })
     }
 
