@@ -135,7 +135,8 @@ pub mod status {
 /// Copies and launches in stream order: [`aquifer_stream`].
 pub mod stream {
     pub use aquifer_stream::{
-        CopyScope, HostOwned, InFlight, Launch, Point, RefusedCopy, StreamLifetime, TrackUses, Use,
+        CopyScope, Grid, HostOwned, InFlight, Launch, Point, RefusedCopy, StreamLifetime,
+        TrackUses, Use,
     };
 }
 

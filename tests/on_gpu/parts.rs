@@ -10,6 +10,7 @@ use aquifer::{
     Adopted, DeviceBuffer, DeviceRange, Operand, Stream, Typed,
     cuda::{Lend, keep_alive, raw_stream},
     driver::External,
+    stream::Grid,
 };
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, LaunchConfig, PushKernelArg};
 use std::sync::Arc;
@@ -165,9 +166,19 @@ fn memory_of_an_unknown_library_is_adopted_by_its_address() {
 }
 
 #[test]
-fn values_of_every_size_reach_the_gpu() {
+fn rows_and_values_of_every_size_reach_the_gpu() {
     let Some(gpu) = gpu() else { return };
     let s = gpu.pool().stream().unwrap();
+    let image: Vec<u32> = (0..1920 * 100).collect();
+    let mut x: DeviceBuffer<u32> = gpu.pool().buffer(&s, image.len()).unwrap();
+    let mut tile: DeviceBuffer<u32> = gpu.pool().buffer(&s, 64 * 16).unwrap();
+    let grid = Grid { width: 64, height: 16, from_pitch: 1920, to_pitch: 64 };
+    s.scope(|c| c.upload(&image, &mut x)).unwrap().unwrap();
+    s.copy_2d(x.slice(1920 * 7 + 30..image.len()).unwrap(), &mut tile, grid).unwrap();
+    let expected: Vec<u32> =
+        (0..16).flat_map(|row| (0..64).map(move |i| (7 + row) * 1920 + 30 + i)).collect();
+    assert_eq!(download(&s, &tile), expected);
+
     let mut y: DeviceBuffer<[f64; 3]> = gpu.pool().buffer(&s, 100_003).unwrap();
     s.fill(&mut y, [1.0, -2.5, 1e300]).unwrap();
     let mut back = vec![[0.0; 3]; y.len()];

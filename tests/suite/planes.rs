@@ -1,4 +1,4 @@
-//! Tests of fills with elements of every size, and of copies to other devices.
+//! Tests of copies by rows, of fills with elements of every size, and of copies to other devices.
 
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -7,6 +7,7 @@ use aquifer::{
     DeviceBuffer, DeviceId, MemoryError, Runtime, Stream,
     driver::Call,
     sim::{Sim, SimConfig},
+    stream::Grid,
 };
 use bytemuck::Pod;
 use std::fmt::Debug;
@@ -64,6 +65,51 @@ fn fills<T: Pod + PartialEq + Debug>(rig: &Rig, value: T, other: T) {
         all[middle].fill(value);
         assert_eq!(rig.read(&x), all);
     }
+}
+
+#[test]
+fn rows_are_copied_and_what_lies_between_them_stays() {
+    for sim in [Sim::h200(1), Sim::h200(1).stepped(), Sim::h200(1).seeded(3)] {
+        let rig = Rig::new(sim);
+        let grid = Grid { width: 7, height: 11, from_pitch: 40, to_pitch: 10 };
+        let (image, mut tile) = (rig.counted(40 * 30), rig.buffer::<u32>(107));
+        rig.s.fill(&mut tile, 9).unwrap();
+        // From the fourth row and the sixth column.
+        rig.s.copy_2d(image.slice(3 * 40 + 5..40 * 30).unwrap(), &mut tile, grid).unwrap();
+        let mut expected = vec![9; 107];
+        for row in 0..11 {
+            for column in 0..7 {
+                expected[row * 10 + column] = ((row + 3) * 40 + column + 5) as u32;
+            }
+        }
+        assert_eq!(rig.read(&tile), expected);
+        assert_silent(&rig.sim);
+    }
+}
+
+#[test]
+fn rows_outside_of_a_side_or_onto_themselves_are_refused_and_nothing_is_queued() {
+    let rig = Rig::new(Sim::h200(1).stepped());
+    let (x, mut y) = (rig.buffer::<u32>(100), rig.buffer::<u32>(50));
+    let before = rig.made(Call::CopyRows);
+    let fits = Grid { width: 10, height: 5, from_pitch: 22, to_pitch: 10 };
+    for (grid, len, bytes) in [
+        (Grid { from_pitch: 23, ..fits }, 4 * 102, 400),
+        (Grid { to_pitch: 11, ..fits }, 4 * 54, 200),
+        (Grid { from_pitch: 9, ..fits }, u64::MAX, 400),
+        (Grid { height: usize::MAX, ..fits }, u64::MAX, 400),
+        (Grid { width: usize::MAX, ..fits }, u64::MAX, 400),
+    ] {
+        let refused = MemoryError::OutOfBounds { offset: 0, len, bytes };
+        assert_eq!(rig.s.copy_2d(&x, &mut y, grid), Err(refused), "{grid:?}");
+    }
+    for nothing in [Grid { width: 0, ..fits }, Grid { height: 0, ..fits }] {
+        rig.s.copy_2d(&x, &mut y, nothing).unwrap();
+    }
+    assert_eq!(rig.made(Call::CopyRows), before);
+    rig.s.copy_2d(&x, &mut y, fits).unwrap();
+    rig.sim.run_all();
+    assert_silent(&rig.sim);
 }
 
 #[test]

@@ -81,6 +81,7 @@ calls! {
     CopyToDevice = "cuMemcpyHtoDAsync",
     CopyToHost = "cuMemcpyDtoHAsync",
     CopyOnDevice = "cuMemcpyDtoDAsync",
+    CopyRows = "cuMemcpy2DAsync",
     Fill = "cuMemsetD8Async",
     Fill16 = "cuMemsetD16Async",
     Fill32 = "cuMemsetD32Async",

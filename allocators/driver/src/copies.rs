@@ -29,6 +29,39 @@ impl Pattern {
     }
 }
 
+/// The rows of a copy, in bytes.
+///
+/// ```
+/// use aquifer_driver::Rows;
+/// let tile = Rows { width: 256, height: 16, from_pitch: 7680, to_pitch: 256 };
+/// assert_eq!(tile.span(tile.from_pitch), Some(15 * 7680 + 256));
+/// assert_eq!(Rows { from_pitch: 100, ..tile }.span(100), None);
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Rows {
+    /// Bytes of a row.
+    pub width: u64,
+    /// Number of rows.
+    pub height: u64,
+    /// From the start of one row of the source to the start of the next.
+    pub from_pitch: u64,
+    /// The same for the destination.
+    pub to_pitch: u64,
+}
+
+impl Rows {
+    /// Returns the bytes from the start of the first row to the end of the last one, on the side
+    /// with this pitch. `None` if the pitch is less than the width, or the sum overflows.
+    #[must_use]
+    pub fn span(self, pitch: u64) -> Option<u64> {
+        if self.width == 0 || self.height == 0 {
+            return Some(0);
+        }
+        let before = pitch.checked_mul(self.height - 1).filter(|_| pitch >= self.width)?;
+        before.checked_add(self.width)
+    }
+}
+
 /// Copies and fills. Each is queued on its stream. If the host side is pinned, the call returns at
 /// once. Pageable memory is staged by the driver, and a copy to the device may return before the
 /// data is on the device.
@@ -98,6 +131,17 @@ pub unsafe trait Copies: Debug + Send + Sync {
         from: u64,
         bytes: u64,
     ) -> Result<()>;
+
+    /// Copies rows within the device (`cuMemcpy2DAsync`). The bytes between the rows of the
+    /// destination are unchanged.
+    ///
+    /// # Safety
+    /// 1. Every row of both sides is mapped until the copy is done.
+    /// 2. No other work accesses the rows out of order with it, except for reads of the source.
+    ///
+    /// # Errors
+    /// Invalid value (1) for a pitch that is less than the width, or above 2 GiB.
+    unsafe fn copy_rows(&self, stream: RawStream, to: u64, from: u64, rows: Rows) -> Result<()>;
 
     /// Fills with `count` elements (`cuMemsetD8Async`, `cuMemsetD16Async`, `cuMemsetD32Async`).
     ///

@@ -51,7 +51,7 @@ pub mod sim;
 
 pub use aquifer_core::{DeviceId, DriverError};
 pub use calls::{Call, CallCounts};
-pub use copies::{Copies, Pattern};
+pub use copies::{Copies, Pattern, Rows};
 pub use devices::{DeviceInfo, Devices, MemoryInfo, losses};
 pub use driver::{Driver, Relaxed, same_machine};
 pub use families::{

@@ -21,7 +21,7 @@
 //! | host → device, borrowed | [`CopyScope::upload`] |
 //! | device → host, owned | [`Stream::download`] |
 //! | device → host, borrowed | [`CopyScope::download`] |
-//! | within a device | [`Stream::copy`] |
+//! | within a device | [`Stream::copy`], by rows [`Stream::copy_2d`] |
 //! | to another device | [`Stream::copy_to_peer`] |
 //! | fill | [`Stream::fill`], [`Stream::fill_bytes`] |
 //!
@@ -39,6 +39,7 @@ mod fill;
 mod in_flight;
 mod scope;
 
+pub use device::Grid;
 pub use in_flight::{HostOwned, InFlight, Landing, RefusedCopy};
 pub use scope::CopyScope;
 

@@ -26,7 +26,7 @@ mod timeline;
 mod use_table;
 mod uses;
 
-pub use copy::{CopyScope, HostOwned, InFlight, Landing, RefusedCopy};
+pub use copy::{CopyScope, Grid, HostOwned, InFlight, Landing, RefusedCopy};
 pub use epochs::Epochs;
 pub use launch::{Account, Launch, PreparedLaunch, TrackUses};
 pub use life::StreamLifetime;

@@ -6,8 +6,9 @@ use super::{
     abi::{POINTER_DEVICE, driver_ptr},
     codes::check,
 };
-use crate::{Call, Copies, DeviceId, Pattern, RawStream, Result};
-use std::ptr::NonNull;
+use crate::{Call, Copies, DeviceId, Pattern, RawStream, Result, Rows};
+use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype};
+use std::ptr::{NonNull, null, null_mut};
 
 impl CudaDriver {
     /// Returns the device that an address belongs to, if the driver knows one.
@@ -114,6 +115,33 @@ unsafe impl Copies for CudaDriver {
                     driver_ptr(stream.handle()),
                 )
             }
+        })
+    }
+
+    unsafe fn copy_rows(&self, stream: RawStream, to: u64, from: u64, rows: Rows) -> Result<()> {
+        let copy = CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            srcHost: null(),
+            srcDevice: from,
+            srcArray: null_mut(),
+            srcPitch: rows.from_pitch as usize,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: null_mut(),
+            dstDevice: to,
+            dstArray: null_mut(),
+            dstPitch: rows.to_pitch as usize,
+            WidthInBytes: rows.width as usize,
+            Height: rows.height as usize,
+        };
+        self.call(Call::CopyRows, stream.device(), |functions| {
+            // SAFETY: 1. The description is readable, and is read before the call returns. 2. The
+            // caller keeps both sides valid until the copy is done, in order with all other
+            // accesses. 3. The handle is alive.
+            unsafe { (functions.copy_rows)(&raw const copy, driver_ptr(stream.handle())) }
         })
     }
 

@@ -139,6 +139,7 @@ function_table! {
     copy_to_device = "cuMemcpyHtoDAsync_v2"(to: u64, from: *const c_void, bytes: usize, stream: DriverPtr);
     copy_to_host = "cuMemcpyDtoHAsync_v2"(to: *mut c_void, from: u64, bytes: usize, stream: DriverPtr);
     copy_on_device = "cuMemcpyDtoDAsync_v2"(to: u64, from: u64, bytes: usize, stream: DriverPtr);
+    copy_rows = "cuMemcpy2DAsync_v2"(copy: *const sys::CUDA_MEMCPY2D, stream: DriverPtr);
     copy_between = "cuMemcpyPeerAsync"(
         to: u64, to_context: DriverPtr, from: u64, from_context: DriverPtr, bytes: usize, stream: DriverPtr,
     );

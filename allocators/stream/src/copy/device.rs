@@ -3,10 +3,82 @@
 
 use crate::Stream;
 use aquifer_core::{MemoryError, Result};
-use aquifer_driver::{Access, DeviceRange, OperandMut, Typed, site};
+use aquifer_driver::{Access, DeviceRange, OperandMut, Rows, Typed, site};
 use bytemuck::Pod;
 
+/// The rows of [`Stream::copy_2d`], in elements.
+///
+/// The first row starts at the start of its side. For rows that start further on, pass a slice.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Grid {
+    /// Elements in a row.
+    pub width: usize,
+    /// Number of rows.
+    pub height: usize,
+    /// Elements from the start of one row of the source to the start of the next. At least
+    /// `width`.
+    pub from_pitch: usize,
+    /// The same for the destination.
+    pub to_pitch: usize,
+}
+
 impl Stream {
+    /// Copies the rows of `grid` between two operands of this device, in order on this stream
+    /// (`cuMemcpy2DAsync`). The elements between the rows of the destination are unchanged.
+    ///
+    /// ```
+    /// use aquifer::{OperandMut, Stream, Typed, error::Result, stream::Grid};
+    ///
+    /// /// Copies a tile of 64 × 16 from the upper left corner of an image 1920 wide.
+    /// fn tile<T: Typed<Item = f32> + OperandMut>(s: &Stream, image: &T, tile: &mut T) -> Result<()> {
+    ///     s.copy_2d(image, tile, Grid { width: 64, height: 16, from_pitch: 1920, to_pitch: 64 })
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`] for rows outside one of the sides or a pitch less than the
+    /// width, sides that overlap, a conflicting use, and driver errors. Nothing is queued then.
+    #[track_caller]
+    pub fn copy_2d<T, S, D>(&self, from: S, to: &mut D, grid: Grid) -> Result<()>
+    where
+        T: Pod,
+        S: Typed<Item = T>,
+        D: Typed<Item = T> + OperandMut,
+    {
+        let _site = site::enter();
+        let (source, target) = (from.range(), to.range());
+        self.check_operand(&from)?;
+        self.check_operand(to)?;
+        let bytes = |elements: usize| (elements as u64).saturating_mul(size_of::<T>() as u64);
+        let rows = Rows {
+            width: bytes(grid.width),
+            height: grid.height as u64,
+            from_pitch: bytes(grid.from_pitch),
+            to_pitch: bytes(grid.to_pitch),
+        };
+        let within = |side: DeviceRange, pitch: u64| match rows.span(pitch) {
+            Some(bytes) if bytes <= side.bytes => Ok(DeviceRange { bytes, ..side }),
+            span => Err(MemoryError::OutOfBounds {
+                offset: 0,
+                len: span.unwrap_or(u64::MAX),
+                bytes: side.bytes,
+            }),
+        };
+        let (source, target) = (within(source, rows.from_pitch)?, within(target, rows.to_pitch)?);
+        check_disjoint(source, target)?;
+        from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read)?;
+        to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write)?;
+        if source.bytes == 0 {
+            return Ok(());
+        }
+        let _calling = self.timeline().calling()?;
+        // SAFETY: 1. the operands keep their ranges, the rows lie within them, and the ranges do
+        // not overlap. 2. both were ordered for this access on this stream.
+        let copied =
+            unsafe { self.driver().copy_rows(self.raw(), target.address, source.address, rows) };
+        copied.map_err(|e| MemoryError::driver(self.device(), e))
+    }
+
     /// Copies between two operands of this device, in order on this stream (`cuMemcpyDtoDAsync`).
     /// Earlier uses of the operands on other streams are waited for.
     ///

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "implements copies between raw addresses")]
 
 use crate::{
-    Call, Copies, DeviceRange, HostAccess, Pattern, RawStream, Result,
+    Call, Copies, DeviceRange, HostAccess, Pattern, RawStream, Result, Rows,
     sim::{
         access_history::ActionKind,
         address_space::DeviceUse,
@@ -18,6 +18,9 @@ use crate::{
 };
 use std::{ptr::NonNull, sync::Arc};
 
+/// The longest pitch that an H200 accepts (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`).
+const LONGEST_PITCH: u64 = (1 << 31) - 1;
+
 /// A copy or fill.
 pub(crate) struct CopyWork {
     /// The uses on a device.
@@ -31,6 +34,8 @@ pub(crate) struct CopyWork {
 enum CopySource {
     /// Memory of a device, or pinned memory.
     Address(u64),
+    /// Rows of a device's memory.
+    Rows(u64, Rows),
     /// The bytes of pageable memory at the time the copy was queued.
     Staged(Box<[u8]>),
     /// A pattern.
@@ -50,6 +55,13 @@ impl CopyWork {
         match &self.from {
             // SAFETY: 1. and 2. are promised by the caller.
             CopySource::Address(from) => unsafe { store.copy(self.to, *from, self.bytes) },
+            CopySource::Rows(from, rows) => {
+                for row in 0..rows.height {
+                    let (to, from) = (self.to + row * rows.to_pitch, from + row * rows.from_pitch);
+                    // SAFETY: 1. and 2. are promised by the caller.
+                    unsafe { store.copy(to, from, rows.width) }
+                }
+            }
             // SAFETY: 1. There are as many staged bytes. The caller promises the rest, and 2.
             CopySource::Staged(bytes) => unsafe {
                 store.copy(self.to, bytes.as_ptr() as u64, self.bytes);
@@ -177,6 +189,26 @@ unsafe impl Copies for Machine {
             let from = CopySource::Address(from);
             let work = Work::Copy(Arc::new(CopyWork { uses, to, from, bytes }));
             self.submit(state, stream, Task::new("copy on the device", site, work))
+        })
+    }
+
+    unsafe fn copy_rows(&self, stream: RawStream, to: u64, from: u64, rows: Rows) -> Result<()> {
+        let site = caller_site();
+        self.queue_call(Call::CopyRows, stream, |state, stream| {
+            let spans = (rows.span(rows.from_pitch), rows.span(rows.to_pitch));
+            let longest = rows.from_pitch.max(rows.to_pitch);
+            let (Some(_), Some(bytes), true) = (spans.0, spans.1, longest <= LONGEST_PITCH) else {
+                return Err(codes::INVALID_VALUE);
+            };
+            let mut uses = Vec::new();
+            for row in 0..rows.height {
+                let (to, from) = (to + row * rows.to_pitch, from + row * rows.from_pitch);
+                uses.append(&mut state.copy_use(stream, from, rows.width, false));
+                uses.append(&mut state.copy_use(stream, to, rows.width, true));
+            }
+            let from = CopySource::Rows(from, rows);
+            let work = Work::Copy(Arc::new(CopyWork { uses, to, from, bytes }));
+            self.submit(state, stream, Task::new("copy of rows", site, work))
         })
     }
 
