@@ -74,8 +74,9 @@ pub struct PoolConfig {
     /// where it is missing, at some 40 to 80 µs for each handle. Memory in a handle with a live
     /// block cannot move, and may exceed the bound by some per cent.
     ///
-    /// 6 packs as tightly as is sensible. Then the first round takes longer, several streams take
-    /// slow paths, threads that allocate at once take turns, and handles move in later rounds too.
+    /// 6 packs as tightly as is sensible, in handles an eighth as large. Then a first round makes
+    /// twice as many memory calls, several streams take slow paths, threads that allocate at once
+    /// take turns, and handles move in later rounds too.
     /// A value below the default has no least of 64 MiB. With a larger one, a pool waits and moves
     /// less and holds more.
     ///

@@ -102,8 +102,8 @@ pub(crate) struct MappedMemory {
     bytes: u64,
     /// Bytes of a slot, which is the smallest handle.
     slot: u64,
-    /// Whether each handle is one slot.
-    fixed_handles: bool,
+    /// A new handle is at most this part of what is held. With `None` it is one slot.
+    held_parts: Option<u64>,
     /// What new handles can be exported as.
     export: ExportTypes,
     budget: Budget,
@@ -144,7 +144,7 @@ impl MappedMemory {
         accessors: Arc<[DeviceId]>,
         memory: u64,
         slot: u64,
-        fixed_handles: bool,
+        held_parts: Option<u64>,
         export: ExportTypes,
         budget: Budget,
     ) -> Result<Self> {
@@ -169,7 +169,7 @@ impl MappedMemory {
             base,
             bytes,
             slot: slot.max(1),
-            fixed_handles,
+            held_parts,
             export,
             budget,
             held: Arc::default(),
@@ -339,12 +339,10 @@ impl MappedMemory {
     /// of what could still be provided. So the memory that one live block pins is small compared
     /// to the block, or to all memory and to the rest.
     fn largest_handle(&self, held: u64, live: u64, typical: u64) -> u64 {
-        if self.fixed_handles {
-            return 1;
-        }
+        let Some(held_parts) = self.held_parts else { return 1 };
         let policy = policy();
         let left = self.budget.remaining() + self.held.now().saturating_sub(live);
-        let by_memory = (held / policy.held_parts).min(left / policy.headroom_parts);
+        let by_memory = (held / held_parts).min(left / policy.headroom_parts);
         let bytes = by_memory.max(typical / policy.block_parts).min(policy.largest_handle);
         1 << (bytes / self.slot).max(1).ilog2()
     }

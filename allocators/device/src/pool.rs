@@ -21,6 +21,7 @@ use crate::{
     planned,
     pool_core::PoolCore,
     request::MAX_BYTES,
+    sharing_policy::held_parts,
     stream_cache::{CacheHost, close::sweep_released},
 };
 use aquifer_core::{
@@ -143,7 +144,7 @@ impl DevicePool {
             accessors.clone(),
             info.memory,
             slot,
-            config.handle_bytes > 0,
+            (config.handle_bytes == 0).then(|| held_parts(config.slack)),
             config.default_export(info.export_types),
             budget.clone(),
         )?;

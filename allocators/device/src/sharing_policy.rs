@@ -24,6 +24,14 @@ use steps::{AT_BOUND, Step, WITHIN_BOUND};
 /// The default of [`PoolConfig::slack`](crate::PoolConfig::slack), in per cent.
 pub(crate) const DEFAULT_SLACK: u32 = 17;
 
+/// Returns the part of what is held that a new handle has at most. Live blocks pin less of what a
+/// smaller slack leaves if the handles are smaller too, by its square.
+pub(crate) fn held_parts(slack: u32) -> u64 {
+    let squares =
+        [slack.clamp(1, DEFAULT_SLACK), DEFAULT_SLACK].map(|slack| u64::from(slack).pow(2));
+    policy().held_parts * squares[1] / squares[0]
+}
+
 /// The memory of one stream, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CacheFootprint {

@@ -37,8 +37,9 @@ policy_params! {
     /// A handle is at most this part of what the pool could still provide: the memory that one
     /// live block pins against the number of driver calls.
     headroom_parts: 1024,
-    /// A handle is also at most this part of what is held: the memory that one live block pins
-    /// against the number of driver calls in the first round.
+    /// A handle is also at most this part of what is held, or less if the slack is set below the
+    /// default: the memory that one live block pins against the number of driver calls in the first
+    /// round.
     held_parts: 64,
     /// A handle may be this part of a new block, or of the mean live block if that is smaller,
     /// however little is left: growth near the limit against the memory that a small block pins
