@@ -155,7 +155,7 @@ impl DevicePool {
         let bypass = config.bypass.then(|| {
             let status = core.status.parent().map(|pool| pool.part());
             // If the blocks are checked, what users have is counted instead.
-            let usage = if debug.is_on() { LiveUsage::default() } else { core.live_usage() };
+            let usage = if debug.is_on() { LiveUsage::default() } else { core.live_usage(0) };
             Direct::of_pool(driver.clone(), core.streams().clone(), budget, usage, status)
         });
         let direct = bypass.clone().map(|direct| match &config.recorder {
@@ -173,7 +173,7 @@ impl DevicePool {
             let (driver, streams, recorder) =
                 (driver.clone(), core.streams().clone(), config.recorder.clone());
             let waits = (config.adoption == Adoption::Wait, config.wait);
-            let (source, own) = (source.clone() as Arc<dyn BlockSource>, core.live_usage());
+            let (source, own) = (source.clone() as Arc<dyn BlockSource>, core.live_usage(0));
             let checked = CheckedPool::new(source, debug, driver, streams, recorder, own, waits)?;
             if let Some(listing) = checked.listing() {
                 let _only_once = core.listing.set(listing.clone());
@@ -240,21 +240,8 @@ impl DevicePool {
     #[track_caller]
     #[inline]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
-        match self.core().fast_cache(stream, &request) {
-            Some(cache) => match cache.fast_alloc(&request, Block::from_token) {
-                Some(block) => Ok(block),
-                None => self.alloc_after_cache(stream, request),
-            },
-            None => self.alloc_full(stream, request),
-        }
-    }
-
-    /// Allocates after the fast path got nothing from the stream's cache.
-    #[track_caller]
-    #[cold]
-    #[inline(never)]
-    fn alloc_after_cache(&self, stream: &Stream, request: Request) -> Result<Block> {
-        match self.core().settle_and_take(stream, &request) {
+        let cache = self.core().fast_cache(stream, &request);
+        match cache.and_then(|cache| cache.fast_alloc(&request, Block::from_token)) {
             Some(block) => Ok(block),
             None => self.alloc_full(stream, request),
         }

@@ -223,7 +223,7 @@ impl PoolCore {
         let status = PoolPublisher::new(&*driver, &info, config.debug.is_on());
         let caches = Arc::<CacheList>::default();
         let peaks = PoolPeaks::new(caches.clone(), !config.bypass && !config.debug.is_on());
-        let (live, parent) = (LiveUsage::of_pool(peaks.clone()), status.parent().cloned());
+        let (live, parent) = (LiveUsage::of_pool(peaks.clone(), 0), status.parent().cloned());
         let held = memory.held().of_other_part();
         let dedicated = DedicatedPool::new(&driver, &info, &config, accessors, live, held, parent);
         Arc::new(Self {
@@ -267,9 +267,10 @@ impl PoolCore {
         &self.budget
     }
 
-    /// Returns counts of memory outside of the caches, which are a part of the pool's peaks.
-    pub(crate) fn live_usage(&self) -> LiveUsage {
-        LiveUsage::of_pool(self.peaks.clone())
+    /// Returns counts of memory outside of the caches, which are a part of the pool's peaks, and may
+    /// raise them by up to `slack` bytes too much.
+    pub(crate) fn live_usage(&self, slack: u64) -> LiveUsage {
+        LiveUsage::of_pool(self.peaks.clone(), slack)
     }
 
     /// Registers a reason to take the full allocation path.

@@ -79,14 +79,11 @@ impl DevicePool {
     #[track_caller]
     #[inline]
     pub fn alloc_raw(&self, stream: &Stream, request: Request) -> Result<u64> {
-        let block = match self.core().fast_cache(stream, &request) {
-            Some(cache) => match cache.fast_alloc_raw(&request) {
-                Some(address) => return Ok(address),
-                None => self.alloc_after_cache(stream, request),
-            },
-            None => self.alloc_full(stream, request),
-        };
-        block.map(Block::into_raw)
+        let cache = self.core().fast_cache(stream, &request);
+        match cache.and_then(|cache| cache.fast_alloc_raw(&request)) {
+            Some(address) => Ok(address),
+            None => self.alloc_full(stream, request).map(Block::into_raw),
+        }
     }
 
     /// Returns the block of this pool that was [converted](Block::into_raw) to this address.

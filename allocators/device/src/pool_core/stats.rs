@@ -6,6 +6,7 @@
 //! publish from time to time. Nothing is read back.
 
 use super::PoolCore;
+use crate::base::usage::JointPeak;
 use aquifer_core::{PoolStats, event::BlockKind};
 use aquifer_status::{PoolFigures, tightest_limit};
 
@@ -44,13 +45,13 @@ impl PoolCore {
     }
 
     fn add_parts(&self, mut stats: PoolStats) -> PoolStats {
-        let peak = self.peaks.peak_with(|cache| {
-            cache.flush_last();
-            cache.add_to(&mut stats);
-        });
+        let pass = self.scratch.begin();
+        for cache in self.caches(&pass) {
+            cache.with(|cache| cache.add_to(&mut stats));
+        }
         self.add_beside_caches(&mut stats);
         self.dedicated.add_to(&mut stats);
-        peak.set_in(&mut stats);
+        self.peaks.peak().set_in(&mut stats);
         stats
     }
 
@@ -101,10 +102,14 @@ impl PoolCore {
             return PoolFigures { stats, limit, largest_free: None };
         }
         let (mut stats, mut largest_free) = (PoolStats::default(), 0);
-        let peak = self.peaks.peak_with(|cache| {
-            cache.publish(&mut stats);
-            largest_free = largest_free.max(cache.heap.largest_free());
-        });
+        let pass = self.scratch.begin();
+        for cache in self.caches(&pass) {
+            cache.with_unflushed(|cache| {
+                cache.publish(&mut stats);
+                largest_free = largest_free.max(cache.heap.largest_free());
+            });
+        }
+        let peak = self.peaks.peak();
         self.add_beside_caches(&mut stats);
         (stats.peak_live, stats.peak_requested) = (peak.live, peak.requested);
         PoolFigures { stats, limit, largest_free: Some(largest_free) }
