@@ -99,9 +99,6 @@ pub(crate) trait BlockSource: Send + Sync {
     /// Returns the part of the statistics that concerns memory beside the checks.
     fn unchecked_stats(&self) -> PoolStats;
 
-    /// Returns the unchecked live bytes that the error of a refused request counts.
-    fn unchecked_live(&self) -> u64;
-
     /// Gives free memory back until at most `keep` bytes are held. Returns the bytes.
     fn trim(&self, keep: u64) -> Result<u64>;
 
@@ -263,7 +260,7 @@ impl CheckedPool {
                 // Reports the user's sizes, not those with guards.
                 Err(MemoryError::OutOfMemory(mut error)) => {
                     error.requested = request.size();
-                    let users = self.state().own.live() + self.source.unchecked_live();
+                    let users = self.state().own.live() + self.source.unchecked_stats().live;
                     let held_back = error.live.saturating_sub(users);
                     error.live -= held_back;
                     error.pending += held_back;

@@ -3,10 +3,7 @@
 
 use crate::{
     Block,
-    base::{
-        pending::DeferredFree,
-        usage::{LiveUsage, TagHoldings},
-    },
+    base::pending::DeferredFree,
     driver_alloc::{DriverAllocator, DriverSource, ReleaseCall},
 };
 use aquifer_core::{
@@ -14,7 +11,6 @@ use aquifer_core::{
     budget::HookRegistration,
 };
 use aquifer_driver::{Driver, Relaxed};
-use aquifer_status::PoolSlot;
 use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;
 
@@ -25,11 +21,11 @@ use std::sync::Arc;
 /// The drop of a block blocks until all of its streams have finished with it.
 #[derive(Clone, Debug)]
 pub struct Direct {
-    pub(crate) allocator: Arc<DriverAllocator<DirectSource>>,
+    allocator: Arc<DriverAllocator<DirectSource>>,
 }
 
 #[derive(Debug)]
-pub(crate) struct DirectSource {
+struct DirectSource {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     budget: Option<Budget>,
@@ -41,23 +37,6 @@ impl Direct {
     pub fn new(driver: Arc<dyn Driver>, streams: StreamPool, budget: Option<Budget>) -> Self {
         let source = DirectSource { driver: driver.clone(), device: streams.device(), budget };
         Self { allocator: DriverAllocator::new(source, driver, streams) }
-    }
-
-    /// As [`Direct::new`], for a pool whose figures include these. They are counted in `usage`, and
-    /// shown in `status` or by the pool itself.
-    pub(crate) fn of_pool(
-        driver: Arc<dyn Driver>,
-        streams: StreamPool,
-        budget: &Budget,
-        usage: LiveUsage,
-        status: Option<PoolSlot>,
-    ) -> Self {
-        let budget = Some(budget.clone());
-        let source = DirectSource { driver: driver.clone(), device: streams.device(), budget };
-        let by_tag = Some(TagHoldings::default());
-        let allocator =
-            DriverAllocator::with_status(source, driver, streams, status, usage, by_tag);
-        Self { allocator }
     }
 
     /// Returns the block that was [converted](Block::into_raw) into this address.

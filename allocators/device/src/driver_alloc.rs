@@ -12,7 +12,7 @@ use crate::{
         extent::PackedRequest,
         pending::{DeferredFree, PendingUses},
         released::release_or_strand,
-        usage::{LiveUsage, TagHoldings},
+        usage::LiveUsage,
     },
     block::{DriverBlock, ReleaseBlock},
     publisher::describe,
@@ -22,8 +22,7 @@ use crate::{
 };
 use aquifer_core::{
     Budget, Charge, DeviceId, DriverError, MemoryError, OpaqueBlock, OutOfMemory, PoolStats,
-    Result, Tag,
-    budget::{Holding, HookRegistration},
+    Result, budget::HookRegistration,
 };
 use aquifer_driver::{DeviceRange, Driver, Ownership, site};
 use aquifer_status::{PoolFigures, PoolKind, PoolSlot, tightest_limit};
@@ -112,7 +111,7 @@ pub(crate) struct DriverAllocator<S: DriverSource> {
     observed: bool,
     generations: AtomicU64,
     state: Mutex<State>,
-    /// What other processes are shown; `None` if another slot has these figures.
+    /// What other processes are shown; `None` for a device that is lost.
     status: Option<PoolSlot>,
     /// A reference to itself, for the notification that a use has ended.
     weak_self: Weak<Self>,
@@ -140,8 +139,6 @@ struct State {
     /// The bytes that the source has last been found to hold, if they include more than the
     /// blocks.
     reserved: Option<u64>,
-    /// What each tag holds, for a pool that reports it.
-    by_tag: Option<TagHoldings>,
     /// Freed blocks with open uses, and blocks whose free failed. They stay charged.
     deferred: Vec<DeferredFree>,
     /// Blocks that were converted into raw addresses.
@@ -174,35 +171,19 @@ impl<S: DriverSource> DriverAllocator<S> {
         let info = driver.device_info(streams.device()).ok();
         let status = info
             .map(|info| PoolSlot::open(describe(&*driver, &info, PoolKind::Source, source.name())));
-        let usage = LiveUsage::default();
-        let allocator = Self::with_status(source, driver, streams, status, usage, None);
-        allocator.publish(&allocator.state());
-        allocator
-    }
-
-    /// Creates an allocator with this slot, which counts in `usage`, and in `by_tag` if there is
-    /// one.
-    pub(crate) fn with_status(
-        source: S,
-        driver: Arc<dyn Driver>,
-        streams: StreamPool,
-        status: Option<PoolSlot>,
-        usage: LiveUsage,
-        by_tag: Option<TagHoldings>,
-    ) -> Arc<Self> {
         let observed = driver.observer().is_some();
-        let state = Mutex::new(State { usage, by_tag, ..State::default() });
-        let generations = AtomicU64::new(1);
-        Arc::new_cyclic(|weak_self| Self {
+        let allocator = Arc::new_cyclic(|weak_self| Self {
             source,
             driver,
             streams,
             observed,
-            generations,
-            state,
+            generations: AtomicU64::new(1),
+            state: Mutex::default(),
             status,
             weak_self: weak_self.clone(),
-        })
+        });
+        allocator.publish(&allocator.state());
+        allocator
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -255,11 +236,6 @@ impl<S: DriverSource> DriverAllocator<S> {
         {
             let mut state = self.state();
             state.freed.remove(address);
-            if let Some(by_tag) = &mut state.by_tag {
-                let holding = by_tag.of_mut(request.owner());
-                (holding.bytes, holding.blocks) =
-                    (holding.bytes + request.size(), holding.blocks + 1);
-            }
             state.usage.record_alloc(request.size(), request.size());
             if self.source.reserved().is_none() {
                 state.physical += request.size();
@@ -308,7 +284,6 @@ impl<S: DriverSource> DriverAllocator<S> {
         let stats = self.stats();
         (full.live, full.cached) = (stats.live, stats.cached);
         (full.pending, full.physical) = (stats.pending, stats.physical);
-        full.holders = self.holdings();
         MemoryError::OutOfMemory(Box::new(full))
     }
 
@@ -335,25 +310,6 @@ impl<S: DriverSource> DriverAllocator<S> {
         }
     }
 
-    /// Returns what live blocks of each tag hold, most first, if that is counted.
-    fn holdings(&self) -> Vec<Holding> {
-        let state = self.state();
-        let mut holdings: Vec<Holding> = state
-            .by_tag
-            .iter()
-            .flat_map(TagHoldings::iter)
-            .filter(|h| h.bytes > 0)
-            .copied()
-            .collect();
-        holdings.sort_by_key(|holding| std::cmp::Reverse(holding.bytes));
-        holdings
-    }
-
-    /// Returns the bytes that live blocks of this tag hold, or 0 if that is not counted.
-    pub(crate) fn held_by(&self, tag: Tag) -> u64 {
-        self.state().by_tag.as_ref().map_or(0, |by_tag| by_tag.bytes_of(tag))
-    }
-
     /// Returns the bytes in blocks, live or pending.
     pub(crate) fn bytes_in_blocks(&self) -> u64 {
         let state = self.state();
@@ -365,20 +321,6 @@ impl<S: DriverSource> DriverAllocator<S> {
         let mut state = self.state();
         let block = state.raw.take_unique(address);
         block.unwrap_or_else(|| Err(state.freed.refuse(address)))
-    }
-
-    pub(crate) fn share_raw(&self, address: u64) -> Result<Arc<Block>> {
-        let state = self.state();
-        state.raw.share(address).ok_or_else(|| state.freed.refuse(address))
-    }
-
-    pub(crate) fn free_raw(&self, address: u64) -> Result<()> {
-        // The drop of the block takes the lock again.
-        let block = {
-            let mut state = self.state();
-            state.raw.remove(address).ok_or_else(|| state.freed.refuse(address))
-        };
-        block.map(drop)
     }
 
     /// Retries to free the deferred blocks.
@@ -448,14 +390,6 @@ impl<S: DriverSource> DriverAllocator<S> {
         }
     }
 
-    /// Sets the peaks to what is held now, except for those that the driver counts.
-    pub(crate) fn reset_peaks(&self) {
-        let mut state = self.state();
-        state.usage.reset_peaks();
-        state.peak_physical = state.physical;
-        self.publish(&state);
-    }
-
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
         self.retry_deferred();
         self.source.trim(keep)
@@ -472,10 +406,6 @@ impl<S: DriverSource> ReleaseBlock for DriverAllocator<S> {
         {
             let mut state = self.state();
             state.freed.insert(block.address);
-            if let Some(by_tag) = &mut state.by_tag {
-                let holding = by_tag.of_mut(block.tag);
-                (holding.bytes, holding.blocks) = (holding.bytes - block.bytes, holding.blocks - 1);
-            }
             state.usage.record_free(block.bytes, block.bytes);
             state.pending += block.bytes;
             self.publish(&state);

@@ -217,6 +217,7 @@ mod backing;
 mod base;
 mod block;
 mod buffer;
+mod bypass;
 mod checked;
 mod config;
 mod conformance;

@@ -12,10 +12,9 @@ mod raw;
 mod source;
 
 use crate::{
-    Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
-    base::{usage::LiveUsage, waits::begin_request},
+    Adoption, Block, DeviceBuffer, Finding, LeakReport, PoolConfig, Request,
+    base::waits::begin_request,
     checked::{BlockSource, CheckedPool},
-    direct::Direct,
     environment::Environment,
     mapped_memory::MappedMemory,
     planned,
@@ -75,8 +74,6 @@ struct PoolHandle {
     source: Arc<PoolSource>,
     /// The checks of blocks, if any. They own a reference to `PoolCore`, so it must not own them.
     checked: Option<Arc<CheckedPool>>,
-    /// The source of blocks in bypass mode, without its wrapper.
-    bypass: Option<Direct>,
 }
 
 impl DevicePool {
@@ -152,17 +149,7 @@ impl DevicePool {
         let warm = config.warm_reserve;
         let core = PoolCore::new(driver, info, budget, config, memory, accessors);
         let PoolCore { driver, config, budget, .. } = &*core;
-        let bypass = config.bypass.then(|| {
-            let status = core.status.parent().map(|pool| pool.part());
-            // If the blocks are checked, what users have is counted instead.
-            let usage = if debug.is_on() { LiveUsage::default() } else { core.live_usage(0) };
-            Direct::of_pool(driver.clone(), core.streams().clone(), budget, usage, status)
-        });
-        let direct = bypass.clone().map(|direct| match &config.recorder {
-            Some(recorder) => Arc::new(Log::new(direct, recorder.clone())) as Arc<dyn Resource>,
-            None => Arc::new(direct),
-        });
-        let source = Arc::new(PoolSource { core: core.clone(), direct });
+        let source = Arc::new(PoolSource(core.clone()));
         core.register();
         core.release_after_synchronize();
         if let Some(plan) = plan {
@@ -186,13 +173,7 @@ impl DevicePool {
         };
         core.publish();
         Ok(Self {
-            handle: Arc::new(PoolHandle {
-                core,
-                opened_at: site::current(),
-                source,
-                checked,
-                bypass,
-            }),
+            handle: Arc::new(PoolHandle { core, opened_at: site::current(), source, checked }),
         })
     }
 
@@ -203,11 +184,6 @@ impl DevicePool {
 
     pub(crate) fn checked(&self) -> Option<&Arc<CheckedPool>> {
         self.handle.checked.as_ref()
-    }
-
-    /// Returns the source of blocks in bypass mode.
-    pub(super) fn bypass_source(&self) -> Option<&Direct> {
-        self.handle.bypass.as_ref()
     }
 
     /// Leases a stream of this device.
@@ -294,7 +270,7 @@ impl DevicePool {
                 checked.allocate(stream, request, drawn)?
             }
             (None, None) => {
-                let _site = source.direct.is_some().then(site::enter);
+                let _site = core.config.bypass.then(site::enter);
                 source.allocate(stream, request, drawn, request.size())?
             }
         };
@@ -417,8 +393,7 @@ impl DevicePool {
         if let Some(checked) = self.checked() {
             return checked.trim(u64::MAX).map(drop);
         }
-        self.core().poll()?;
-        self.handle.source.direct.as_ref().map_or(Ok(()), |direct| direct.trim(u64::MAX).map(drop))
+        self.core().poll()
     }
 
     /// Gives free memory back to the driver until at most `keep` bytes are held, or the [release
@@ -484,8 +459,7 @@ impl DevicePool {
     #[inline]
     #[must_use]
     pub fn physical(&self) -> u64 {
-        let direct = self.bypass_source().map_or(0, |direct| direct.stats().physical);
-        self.core().held() + direct
+        self.core().held()
     }
 
     /// Returns the bytes that live blocks of this tag hold in this pool. Walks all caches. Never
@@ -500,8 +474,7 @@ impl DevicePool {
             .iter()
             .map(|cache| cache.with(|s| s.holdings().map(|h| of(&h)).sum::<u64>()))
             .sum();
-        let direct = self.bypass_source().map_or(0, |direct| direct.allocator.held_by(tag));
-        cached + direct + core.holdings_beside_caches().iter().map(of).sum::<u64>()
+        cached + core.holdings_beside_caches().iter().map(of).sum::<u64>()
     }
 
     /// Returns the pool's statistics.
@@ -530,9 +503,6 @@ impl DevicePool {
         let core = self.core();
         core.peaks.reset();
         core.memory.held().reset_peak_of_pool();
-        if let Some(direct) = self.bypass_source() {
-            direct.allocator.reset_peaks();
-        }
         core.publish();
     }
 

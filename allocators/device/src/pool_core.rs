@@ -224,8 +224,13 @@ impl PoolCore {
         let caches = Arc::<CacheList>::default();
         let peaks = PoolPeaks::new(caches.clone(), !config.bypass && !config.debug.is_on());
         let (live, parent) = (LiveUsage::of_pool(peaks.clone(), 0), status.parent().cloned());
+        // If the blocks are checked, what users have is counted instead.
+        let is_checked = config.debug.is_on();
+        let plain =
+            if is_checked { LiveUsage::default() } else { LiveUsage::of_pool(peaks.clone(), 0) };
         let held = memory.held().of_other_part();
-        let dedicated = DedicatedPool::new(&driver, &info, &config, accessors, live, held, parent);
+        let dedicated =
+            DedicatedPool::new(&driver, &info, &config, accessors, (live, plain), held, parent);
         Arc::new(Self {
             key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
             streams: StreamPool::new(driver.clone(), info.device, config.streams),

@@ -108,11 +108,6 @@ impl LiveUsage {
         self.remove_block();
     }
 
-    /// Sets its own peak to what is live now.
-    pub(crate) fn reset_peaks(&mut self) {
-        self.peak = self.now;
-    }
-
     /// Returns the peak: that of the whole pool, if this is a part of one.
     pub(crate) fn peak(&self) -> LiveBytes {
         self.pool.as_ref().map_or(self.peak, |peaks| peaks.peak())
@@ -158,11 +153,6 @@ impl TagHoldings {
     /// An iterator over the holdings of all tags that ever had any.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Holding> {
         self.holdings.iter()
-    }
-
-    /// Returns the bytes that a tag holds.
-    pub(crate) fn bytes_of(&self, tag: Tag) -> u64 {
-        self.iter().find(|h| h.tag == tag).map_or(0, |h| h.bytes)
     }
 }
 
@@ -283,8 +273,6 @@ mod tests {
             (bytes, [stats.blocks, stats.allocations, stats.frees])
         };
         assert_eq!(counts(&usage), ([1024, 1000, 1536, 1300], [0, 1, 1]));
-        usage.reset_peaks();
-        assert_eq!(counts(&usage).0, [1024, 1000, 1024, 1000]);
     }
 
     #[test]
@@ -294,7 +282,6 @@ mod tests {
         for (tag, bytes) in [(tags[0], 1), (tags[1], 2), (tags[0], 4), (tags[1], 8)] {
             holdings.of_mut(tag).bytes += bytes;
         }
-        assert_eq!(tags.map(|tag| holdings.bytes_of(tag)), [5, 10]);
-        assert_eq!(holdings.iter().count(), 2);
+        assert_eq!(holdings.iter().map(|held| held.bytes).collect::<Vec<_>>(), [5, 10]);
     }
 }

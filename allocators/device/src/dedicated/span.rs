@@ -459,7 +459,7 @@ impl Span {
     }
 
     /// Waits by `wait` for the work of retiring slots. Returns whether there was any.
-    pub(super) fn wait(&self, wait: impl Fn(&Timeline, u64) -> Result<bool>) -> Result<bool> {
+    pub(crate) fn wait(&self, wait: impl Fn(&Timeline, u64) -> Result<bool>) -> Result<bool> {
         if self.registrations() > 0 {
             return Ok(false);
         }

@@ -1,9 +1,7 @@
 //! The blocks of a pool before any checks: those of the streams' caches, or the driver's own.
 
-use crate::{
-    Block, Request, Resource, base::waits::deadline, checked::BlockSource, pool_core::PoolCore,
-};
-use aquifer_core::{MemoryError, PoolStats, Reservation, Result, budget::Reclaim};
+use crate::{Block, Request, checked::BlockSource, pool_core::PoolCore};
+use aquifer_core::{PoolStats, Reservation, Result, budget::Reclaim};
 use aquifer_stream::Stream;
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -11,11 +9,7 @@ use std::{
 };
 
 /// The source of a pool's blocks.
-pub(super) struct PoolSource {
-    pub(super) core: Arc<PoolCore>,
-    /// In bypass mode, what makes each block an allocation of the driver.
-    pub(super) direct: Option<Arc<dyn Resource>>,
-}
+pub(super) struct PoolSource(pub(super) Arc<PoolCore>);
 
 /// Draws bytes from a reservation, for memory that is charged as a whole: it makes room for it.
 pub(super) fn draw(drawn: Option<&Mutex<Reservation>>, bytes: u64) {
@@ -25,8 +19,6 @@ pub(super) fn draw(drawn: Option<&Mutex<Reservation>>, bytes: u64) {
 }
 
 impl BlockSource for PoolSource {
-    /// In bypass mode, where the driver or the budget has no room, gives back the dedicated memory
-    /// of the pool, waits for it, and tries once more.
     fn allocate(
         &self,
         stream: &Stream,
@@ -34,50 +26,32 @@ impl BlockSource for PoolSource {
         drawn: Option<&Mutex<Reservation>>,
         bytes: u64,
     ) -> Result<Block> {
-        let core = &self.core;
-        let Some(direct) = &self.direct else {
-            return match drawn {
-                None => core.allocate(stream, request),
-                Some(drawn) => core.allocate_drawing(stream, request, drawn, bytes),
-            };
-        };
-        draw(drawn, bytes);
-        match direct.allocate(stream, request) {
-            Err(MemoryError::OutOfMemory(_)) => {
-                Reclaim::reclaim(&**core, request.size(), deadline(core.config.wait));
-                direct.allocate(stream, request).map_err(|error| core.add_own(error))
-            }
-            allocated => allocated,
+        let core = &self.0;
+        if core.config.bypass {
+            draw(drawn, bytes);
+            return core.allocate_plain(stream, request);
+        }
+        match drawn {
+            None => core.allocate(stream, request),
+            Some(drawn) => core.allocate_drawing(stream, request, drawn, bytes),
         }
     }
 
     fn stats(&self) -> PoolStats {
-        match &self.direct {
-            None => self.core.stats(),
-            Some(direct) => self.core.stats_with(direct.stats()),
-        }
+        self.0.stats()
     }
 
     fn unchecked_stats(&self) -> PoolStats {
         let mut stats = PoolStats::default();
-        self.core.dedicated.add_to(&mut stats);
+        self.0.dedicated.add_live_to(&mut stats);
         stats
     }
 
-    fn unchecked_live(&self) -> u64 {
-        if self.direct.is_none() { self.core.dedicated.live() } else { 0 }
-    }
-
     fn trim(&self, keep: u64) -> Result<u64> {
-        match &self.direct {
-            None => self.core.trim(keep),
-            Some(direct) => self.core.trim_with(&**direct, keep),
-        }
+        self.0.trim(keep)
     }
 
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
-        if self.direct.is_none() {
-            Reclaim::reclaim(&*self.core, bytes, deadline);
-        }
+        Reclaim::reclaim(&*self.0, bytes, deadline);
     }
 }

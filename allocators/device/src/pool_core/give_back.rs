@@ -5,7 +5,6 @@ use super::{
     fences::{FenceScope, WaitScope},
 };
 use crate::{
-    Resource,
     base::released::Released,
     stream_cache::{StreamCache, close::sweep_released},
 };
@@ -63,14 +62,6 @@ impl PoolCore {
         released
             .add_refusal(swept.map_err(|refused| MemoryError::driver(self.info.device, refused)));
         released.complete()
-    }
-
-    /// Gives free memory back in bypass mode: the pool's own, and then that of `direct`.
-    pub(crate) fn trim_with(&self, direct: &dyn Resource, keep: u64) -> Result<u64> {
-        // Dedicated memory comes from the pool itself in any case.
-        let gone = self.trim(keep)?;
-        let keep = keep.saturating_sub(self.dedicated.held().now());
-        Ok(gone + direct.trim(keep)?)
     }
 
     /// Drops what drivers keep for graphs that no longer exist, and retries releases that the

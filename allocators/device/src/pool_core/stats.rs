@@ -14,22 +14,18 @@ use aquifer_status::{PoolFigures, tightest_limit};
 const ATTEMPTS: u32 = 16;
 
 impl PoolCore {
+    /// Returns the statistics. Memory that another thread moves meanwhile may be seen in two places,
+    /// so this is repeated until none has moved. If it never stops, memory that was seen twice is
+    /// subtracted: from what is free, since only that moves, then from the rest.
     pub(crate) fn stats(&self) -> PoolStats {
-        self.stats_with(PoolStats::default())
-    }
-
-    /// Adds what the pool holds to `others`. Memory that another thread moves meanwhile may be seen
-    /// in two places, so this is repeated until none has moved. If it never stops, memory that was
-    /// seen twice is subtracted: from what is free, since only that moves, then from the rest.
-    pub(crate) fn stats_with(&self, others: PoolStats) -> PoolStats {
         let version = || {
             let held = self.memory.held().now_of_pool();
             (self.memory.move_counts(), self.dedicated.releases_under_way(), held)
         };
-        let mut stats = others;
+        let mut stats = PoolStats::default();
         for _ in 0..ATTEMPTS {
             let before @ ((moves_begun, moves_ended), releases, _) = version();
-            stats = self.add_parts(others);
+            stats = self.add_parts();
             if moves_begun == moves_ended && releases == 0 && version() == before {
                 return stats;
             }
@@ -44,7 +40,8 @@ impl PoolCore {
         stats
     }
 
-    fn add_parts(&self, mut stats: PoolStats) -> PoolStats {
+    fn add_parts(&self) -> PoolStats {
+        let mut stats = PoolStats::default();
         let pass = self.scratch.begin();
         for cache in self.caches(&pass) {
             cache.with(|cache| cache.add_to(&mut stats));
