@@ -30,7 +30,6 @@ impl PoolCore {
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
         let mut released = Released::from(self.retry_releases());
         self.hooks().for_each(|hook| hook.release_charges());
-        let mut excess = false;
         released += self.dedicated.repeat_until_stable(|| {
             self.dedicated.synchronize_untracked()?;
             let pass = self.scratch.begin();
@@ -38,24 +37,16 @@ impl PoolCore {
             self.wait_unfenceable(&pass, &caches, WaitScope::Abandoned)?;
             let mut released = self.dedicated.reap();
             self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
-            excess |= keep < self.held();
-            if excess {
+            if keep < self.held() {
                 released += self.release_free();
             }
             Ok(released)
         })?;
-        if excess {
-            self.retention.reset();
-        }
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
         let keep = keep.saturating_sub(self.dedicated.held().now()).max(self.retention.reserve());
-        let from_caches =
+        released +=
             self.release_idle(&caches, keep.min(self.retention.bytes_to_retain(live(&caches))));
-        if !excess {
-            self.retention.record_release(from_caches.bytes);
-        }
-        released += from_caches;
         // Retry what was refused just now. What is refused again stays charged and is reported.
         let (retried, swept) = self.retry_leftovers();
         released.bytes += retried;
@@ -154,7 +145,8 @@ impl PoolCore {
         let caches = self.caches(&pass);
         let keep = self.retention.bytes_to_retain(live(&caches));
         if self.memory.held().now() > keep {
-            self.retention.record_release(self.release_idle(&caches, keep).bytes);
+            // What the driver refuses is retried by the next trim.
+            let _refused = self.release_idle(&caches, keep);
         }
     }
 
