@@ -48,6 +48,7 @@ impl PoolCore {
             dedicated.allocate_whole(kind, bytes, funds)
         })?;
         let (address, generation) = (span.address, dedicated.generation());
+        debug_assert!(address.is_multiple_of(request.alignment()), "a block is not aligned");
         dedicated.plain_allocated(address, bytes, tag);
         dedicated.report(kind, Action::Allocate, stream.number(), address, bytes, tag);
         let live = Ownership::Live { stream: stream.timeline().noted(), generation };
@@ -82,6 +83,7 @@ impl ReleaseBlock for FreePlain {
     fn release(&self, mut block: DeferredFree) {
         let Self { dedicated, span } = self;
         let DeferredFree { address, bytes, tag, generation, .. } = block;
+        debug_assert_eq!((address, bytes), (span.address, span.bytes), "another block's memory");
         let users = block.users();
         dedicated.notify_observer(generation, address, bytes, owner_of_freed(&users));
         dedicated.plain_freed(address, bytes, tag);

@@ -344,6 +344,7 @@ impl DedicatedPool {
         align: u64,
         funds: Funds<'_>,
     ) -> Result<Arc<Span>, HandleError> {
+        debug_assert_eq!(bytes, self.round_up(bytes), "a size is not rounded");
         if self.plain {
             return self.allocate_whole(kind, bytes, funds);
         }

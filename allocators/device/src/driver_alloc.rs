@@ -347,6 +347,7 @@ impl<S: DriverSource> DriverAllocator<S> {
         drop(block.until_free);
         let is_reserved = self.source.reserved().is_some();
         let mut state = self.state();
+        debug_assert!(state.pending >= block.bytes, "a block is freed that was not pending");
         state.pending -= block.bytes;
         if !is_reserved {
             state.physical -= block.bytes;
@@ -423,6 +424,7 @@ impl<S: DriverSource> Drop for DriverAllocator<S> {
         self.retry_deferred();
         // Blocks left here have open uses that cannot end any more, or their free was refused.
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        debug_assert_eq!(state.usage.live(), 0, "a live block does not keep its allocator");
         for block in state.deferred.drain(..) {
             let release =
                 if block.work.uses.has_open() { None } else { self.source.release_later(&block) };

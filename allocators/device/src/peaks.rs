@@ -138,6 +138,7 @@ impl PoolPeaks {
 
     fn settle(&self, state: &mut State, is_reset: bool) {
         state.note_sum(&self.room);
+        debug_assert!(state.locks.is_empty(), "two settlements at once");
         let caches = self.caches.read().unwrap_or_else(PoisonError::into_inner);
         // The list keeps its memory, so that a settlement allocates none.
         let mut locks = mem::take(&mut state.locks);
@@ -177,6 +178,7 @@ impl JointPeak for PoolPeaks {
     fn remove(&self, bytes: LiveBytes) {
         let mut state = self.state();
         state.note_sum(&self.room);
+        debug_assert!(bytes.is_within(state.outside), "more is freed than is live outside");
         state.outside -= bytes;
         self.room.give(bytes);
     }

@@ -429,6 +429,10 @@ impl CacheState {
         if is_admitted {
             self.highest = self.highest.max(now);
         }
+        debug_assert!(
+            !is_admitted || self.live_bytes().is_within(self.highest),
+            "an admitted cache is above its highest"
+        );
         is_admitted
     }
 

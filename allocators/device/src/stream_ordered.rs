@@ -116,6 +116,8 @@ impl StreamOrderedSource {
         } else if let Some(charge) = charged.as_mut() {
             drop(charge.split(now - reserved));
         }
+        let now = charged.as_ref().map_or(0, Charge::bytes);
+        debug_assert_eq!(now, reserved, "the charge is not what the driver's pool has reserved");
         self.uncharged.store(false, Ordering::Relaxed);
         Ok(())
     }

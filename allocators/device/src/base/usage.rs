@@ -65,7 +65,10 @@ impl LiveUsage {
                 peaks.add(self.now.above(self.told));
                 self.told = self.told.max(self.now);
             }
-            Some(_) => {}
+            Some(_) => debug_assert!(
+                self.told.above(self.now).is_within(self.slack()),
+                "the pool counts more than the slack beyond what is live"
+            ),
             None => self.peak = self.peak.max(self.now),
         }
     }
@@ -77,11 +80,19 @@ impl LiveUsage {
         self.now -= bytes;
         let surplus = self.told.above(self.now);
         if let Some(peaks) = &self.pool
-            && !surplus.is_within(LiveBytes { live: self.slack, requested: self.slack })
+            && !surplus.is_within(self.slack())
         {
             peaks.remove(surplus);
             self.told -= surplus;
         }
+        debug_assert!(
+            self.pool.is_none() || self.now.is_within(self.told),
+            "the pool counts less than is live"
+        );
+    }
+
+    fn slack(&self) -> LiveBytes {
+        LiveBytes { live: self.slack, requested: self.slack }
     }
 
     /// Counts a block whose bytes are counted apart.
@@ -92,6 +103,7 @@ impl LiveUsage {
 
     /// Counts the free of a block whose bytes are counted apart.
     pub(crate) fn remove_block(&mut self) {
+        debug_assert!(self.blocks > 0, "more blocks are freed than were allocated");
         self.blocks -= 1;
         self.frees += 1;
     }
