@@ -223,7 +223,6 @@ mod conformance;
 mod decorators;
 mod dedicated;
 mod direct;
-mod driver_alloc;
 mod environment;
 mod graphs;
 mod limits;
