@@ -3,22 +3,21 @@
 //! - Fast path: [`DevicePool::alloc`], `PoolCore::fast_cache`, `StreamCache::fast_alloc`, the heap.
 //!   It takes the lock of the stream's cache and no other.
 //! - Full path: `DevicePool::alloc_full` asks the features, then the checks if there are any, or
-//!   [`PoolSource`]: the cache again, and the slow path if it has no room.
+//!   [`PoolCore`]: the cache again, and the slow path if it has no room.
 //!
 //! `guide/inside/device_pool.md` follows one allocation step by step.
 
 mod give_way;
 mod raw;
-mod source;
 
 use crate::{
-    Adoption, Block, DeviceBuffer, Finding, LeakReport, PoolConfig, Request,
+    Block, DeviceBuffer, Finding, LeakReport, PoolConfig, Request,
     base::waits::begin_request,
-    checked::{BlockSource, CheckedPool},
+    checked::CheckedPool,
     environment::Environment,
     mapped_memory::MappedMemory,
     planned,
-    pool_core::PoolCore,
+    pool_core::{PoolCore, allocate::draw},
     request::MAX_BYTES,
     stream_cache::{CacheHost, close::sweep_released},
 };
@@ -29,7 +28,6 @@ use aquifer_core::{
 use aquifer_driver::{DeviceInfo, Driver, site};
 use aquifer_stream::{Stream, StreamPool};
 use bytemuck::Pod;
-use source::{PoolSource, draw};
 use std::{
     fmt,
     panic::Location,
@@ -71,7 +69,6 @@ struct PoolHandle {
     core: Arc<PoolCore>,
     /// The source line that opened the pool, reported as the site of what its end does.
     opened_at: &'static Location<'static>,
-    source: Arc<PoolSource>,
     /// The checks of blocks, if any. They own a reference to `PoolCore`, so it must not own them.
     checked: Option<Arc<CheckedPool>>,
 }
@@ -148,8 +145,6 @@ impl DevicePool {
         config.bypass |= !maps;
         let warm = config.warm_reserve;
         let core = PoolCore::new(driver, info, budget, config, memory, accessors);
-        let PoolCore { driver, config, budget, .. } = &*core;
-        let source = Arc::new(PoolSource(core.clone()));
         core.register();
         core.release_after_synchronize();
         if let Some(plan) = plan {
@@ -157,24 +152,18 @@ impl DevicePool {
         }
         core.warm(warm)?;
         let checked = if debug.is_on() {
-            let (driver, streams, recorder) =
-                (driver.clone(), core.streams().clone(), config.recorder.clone());
-            let waits = (config.adoption == Adoption::Wait, config.wait);
-            let (source, own) = (source.clone() as Arc<dyn BlockSource>, core.live_usage(0));
-            let checked = CheckedPool::new(source, debug, driver, streams, recorder, own, waits)?;
+            let checked = CheckedPool::new(&core, debug)?;
             if let Some(listing) = checked.listing() {
                 let _only_once = core.listing.set(listing.clone());
             }
-            checked.register(budget);
+            checked.register();
             core.status.set_checked(&checked);
             Some(checked)
         } else {
             None
         };
         core.publish();
-        Ok(Self {
-            handle: Arc::new(PoolHandle { core, opened_at: site::current(), source, checked }),
-        })
+        Ok(Self { handle: Arc::new(PoolHandle { core, opened_at: site::current(), checked }) })
     }
 
     #[inline]
@@ -256,8 +245,7 @@ impl DevicePool {
         // One deadline for the tag's limit and for the pool.
         let _request = begin_request();
         let of_tag = core.charge_tag(stream, &request)?;
-        let PoolHandle { source, checked, .. } = &*self.handle;
-        let mut block = match (core.allocate_from_feature(stream, request)?, checked) {
+        let mut block = match (core.allocate_from_feature(stream, request)?, self.checked()) {
             (Some(mut block), _) => {
                 core.list_for_leaks(&mut block, None);
                 // This memory is charged as it grows, so this releases the reservation to make
@@ -271,7 +259,7 @@ impl DevicePool {
             }
             (None, None) => {
                 let _site = core.config.bypass.then(site::enter);
-                source.allocate(stream, request, drawn, request.size())?
+                core.allocate_unchecked(stream, request, drawn, request.size())?
             }
         };
         block.count_for_tag(of_tag);
@@ -411,7 +399,7 @@ impl DevicePool {
     pub fn trim(&self, keep: u64) -> Result<u64> {
         let _site = site::enter();
         let released = match self.checked() {
-            None => self.handle.source.trim(keep),
+            None => self.core().trim(keep),
             Some(checked) => checked.trim(keep),
         };
         self.core().publish();
@@ -481,7 +469,7 @@ impl DevicePool {
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         let stats = match self.checked() {
-            None => self.handle.source.stats(),
+            None => self.core().stats(),
             Some(checked) => checked.stats(),
         };
         self.core().publish();

@@ -3,7 +3,7 @@
 //! Features, such as memory of graphs, stand above the core. What they have to do within the core's
 //! slow paths they register as a [`PoolHook`].
 
-mod allocate;
+pub(crate) mod allocate;
 pub(crate) mod caches;
 mod events;
 pub(crate) mod fences;
