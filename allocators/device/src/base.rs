@@ -4,7 +4,6 @@ pub(crate) mod addresses;
 pub(crate) mod driver;
 pub(crate) mod extent;
 pub(crate) mod lists;
-pub(crate) mod part_bounds;
 pub(crate) mod pending;
 pub(crate) mod policy_params;
 pub(crate) mod record;

@@ -35,7 +35,7 @@ pub use reports::{Fault, Finding, LeakGroup, LeakReport};
 pub use settings::{Debugging, FindingHook};
 
 use crate::{
-    Block, DeviceBuffer, Request,
+    Adoption, Block, DeviceBuffer, Request,
     base::{
         addresses::FreedAddresses,
         driver::{is_shortage, notify_observer},
@@ -47,13 +47,14 @@ use crate::{
         waits::{deadline, has_passed},
     },
     block::{DriverBlock, ReleaseBlock},
+    pool_core::PoolCore,
 };
 use aquifer_core::{
-    Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result,
+    Action, DeviceId, MemoryError, PoolStats, Reservation, Result,
     budget::{HookRegistration, Offer, Reclaim},
     event::MemoryLocation,
 };
-use aquifer_driver::{DeviceRange, Driver, KeepAlive, Ownership, RawStream, site};
+use aquifer_driver::{DeviceRange, KeepAlive, Ownership, RawStream, site};
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
 use guards::{GuardLayout, GuardedBlock};
 use std::{
@@ -81,46 +82,10 @@ enum OnUnread {
     Release,
 }
 
-/// A source of blocks that can be checked.
-pub(crate) trait BlockSource: Send + Sync {
-    /// Allocates a block for the request, which contains the `bytes` of a user. Draws new memory
-    /// from `drawn` first, which goes down by `bytes` or more.
-    fn allocate(
-        &self,
-        stream: &Stream,
-        request: Request,
-        drawn: Option<&Mutex<Reservation>>,
-        bytes: u64,
-    ) -> Result<Block>;
-
-    /// Returns the statistics of the pool.
-    fn stats(&self) -> PoolStats;
-
-    /// Returns the part of the statistics that concerns memory beside the checks.
-    fn unchecked_stats(&self) -> PoolStats;
-
-    /// Returns the unchecked live bytes that the error of a refused request counts.
-    fn unchecked_live(&self) -> u64;
-
-    /// Gives free memory back until at most `keep` bytes are held. Returns the bytes.
-    fn trim(&self, keep: u64) -> Result<u64>;
-
-    /// Gives memory back for others, as [`Reclaim::reclaim`](aquifer_core::budget::Reclaim).
-    fn reclaim(&self, bytes: u64, deadline: Option<Instant>);
-}
-
 /// The allocation path of a pool whose blocks are checked.
 pub(crate) struct CheckedPool {
-    source: Arc<dyn BlockSource>,
+    core: Arc<PoolCore>,
     settings: Debugging,
-    driver: Arc<dyn Driver>,
-    device: DeviceId,
-    streams: StreamPool,
-    recorder: Option<Arc<Recorder>>,
-    /// Whether a stream may be made to wait for another on the device when memory is short.
-    waits: bool,
-    /// How long the host waits for other streams' uses if not.
-    pub(crate) wait: Duration,
     listing: Arc<LiveBlockList>,
     /// The stream that blocks are read back on, while the pool is open.
     reader: Mutex<Option<Reader>>,
@@ -178,24 +143,15 @@ struct FreedBlock {
 }
 
 impl CheckedPool {
-    /// Creates the checks, with a stream to read blocks back on if they need one. What users have
-    /// is counted in `own`.
+    /// Creates the checks, with a stream to read blocks back on if they need one.
     ///
     /// # Errors
     /// The driver's, for that stream.
-    pub(crate) fn new(
-        source: Arc<dyn BlockSource>,
-        settings: Debugging,
-        driver: Arc<dyn Driver>,
-        streams: StreamPool,
-        recorder: Option<Arc<Recorder>>,
-        own: LiveUsage,
-        (waits, wait): (bool, Duration),
-    ) -> Result<Arc<Self>> {
-        let device = streams.device();
+    pub(crate) fn new(core: &Arc<PoolCore>, settings: Debugging) -> Result<Arc<Self>> {
+        let streams = core.streams();
         let listing = Arc::new(LiveBlockList::new(settings.backtraces));
         let reader = if settings.canaries {
-            let stream = StreamPool::new(driver.clone(), device, 1).lease()?;
+            let stream = StreamPool::new(core.driver.clone(), streams.device(), 1).lease()?;
             let alive: KeepAlive = Arc::new(stream.clone());
             let known = streams.timeline(stream.raw(), Some(alive))?;
             Some(Reader { stream, _known: known })
@@ -203,14 +159,8 @@ impl CheckedPool {
             None
         };
         Ok(Arc::new(Self {
-            source,
+            core: core.clone(),
             settings,
-            driver,
-            device,
-            streams,
-            recorder,
-            waits,
-            wait,
             listing,
             reader: Mutex::new(reader),
             findings: Mutex::default(),
@@ -221,22 +171,26 @@ impl CheckedPool {
                 returned: 0,
                 freed_addresses: FreedAddresses::default(),
                 closed: false,
-                own,
+                own: core.live_usage(0),
             }),
             registration: OnceLock::new(),
         }))
     }
 
-    /// Registers the freed blocks as a reclaimer of `budget`.
-    pub(crate) fn register(self: &Arc<Self>, budget: &Budget) {
+    /// Registers the freed blocks as a reclaimer of the pool's budget.
+    pub(crate) fn register(self: &Arc<Self>) {
         if self.settings.canaries {
-            let _only_once = self.registration.set(budget.on_need(self));
+            let _only_once = self.registration.set(self.core.budget.on_need(self));
         }
     }
 
     /// Returns the bytes that have been freed and not been returned to the pool.
     fn held_back(&self) -> u64 {
         self.state().freed.iter().map(|freed| freed.capacity).sum()
+    }
+
+    fn device(&self) -> DeviceId {
+        self.core.info.device
     }
 
     fn state(&self) -> MutexGuard<'_, CheckedState> {
@@ -256,15 +210,15 @@ impl CheckedPool {
         let around = layout.around(&request);
         self.release_freed(false, OnUnread::Keep);
         let held = loop {
-            match self.source.allocate(stream, around, drawn, request.size()) {
+            match self.core.allocate_unchecked(stream, around, drawn, request.size()) {
                 Ok(held) => break held,
                 Err(error)
-                    if is_shortage(&error) && self.reclaim_freed(deadline(self.wait)) > 0 => {}
+                    if is_shortage(&error)
+                        && self.reclaim_freed(deadline(self.core.config.wait)) > 0 => {}
                 // Reports the user's sizes, not those with guards.
                 Err(MemoryError::OutOfMemory(mut error)) => {
                     error.requested = request.size();
-                    let users = self.state().own.live() + self.source.unchecked_live();
-                    let held_back = error.live.saturating_sub(users);
+                    let held_back = error.live.saturating_sub(self.users().live);
                     error.live -= held_back;
                     error.pending += held_back;
                     return Err(MemoryError::OutOfMemory(error));
@@ -294,7 +248,7 @@ impl CheckedPool {
         let driver_block = DriverBlock {
             releaser: self.clone(),
             timeline: owner_stream,
-            streams: self.streams.clone(),
+            streams: self.core.streams().clone(),
             bytes,
             key: 0,
         };
@@ -317,10 +271,10 @@ impl CheckedPool {
             guards::fill(held, owner_stream, guard.clone(), CANARY)?;
             let address = held.address() + guard.start;
             let range =
-                DeviceRange { device: self.device, address, bytes: guard.end - guard.start };
+                DeviceRange { device: self.device(), address, bytes: guard.end - guard.start };
             let readers = self.reader().map(|reader| reader.stream.raw());
             notify_observer(
-                &self.driver,
+                &self.core.driver,
                 generation,
                 range,
                 Ownership::Guard { users: readers.as_slice() },
@@ -382,7 +336,7 @@ impl CheckedPool {
         users.extend(filler.map(Timeline::noted));
         users.extend(self.reader().map(|reader| reader.stream.raw()));
         let range = DeviceRange {
-            device: self.device,
+            device: self.device(),
             address: freed.held.address(),
             bytes: freed.capacity,
         };
@@ -390,7 +344,7 @@ impl CheckedPool {
         // the allocation is used.
         let _named = site::enter_as(freed.record.freed_at);
         notify_observer(
-            &self.driver,
+            &self.core.driver,
             freed.generation,
             range,
             Ownership::Pending { users: &users },
@@ -515,14 +469,15 @@ impl CheckedPool {
     /// streams' uses are waited for on the device, or by the host until `deadline` if streams may
     /// not wait for each other.
     fn reclaim_freed(&self, deadline: Option<Instant>) -> u64 {
+        let waits = self.core.config.adoption == Adoption::Wait;
         let before = self.state().returned;
         let returned = || self.state().returned - before;
         self.release_freed(false, OnUnread::Release);
         if returned() == 0 {
-            if !self.waits {
+            if !waits {
                 self.wait_for_uses(deadline);
             }
-            self.release_freed(self.waits, OnUnread::Release);
+            self.release_freed(waits, OnUnread::Release);
         }
         // Blocks that other threads are reading are returned as well.
         while returned() == 0 && self.state().inspecting > 0 {
@@ -592,7 +547,7 @@ impl CheckedPool {
     /// most `keep` bytes.
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
         self.release_freed(false, OnUnread::Keep);
-        self.source.trim(keep)
+        self.core.trim(keep)
     }
 
     /// Checks and releases all freed blocks, and reports live ones. Blocks.
@@ -612,21 +567,26 @@ impl CheckedPool {
         drop(reader);
     }
 
-    /// Returns the users' statistics. Dedicated memory is counted beside the checks, and all other
-    /// blocks with the counters here.
+    /// Returns what users have. Dedicated memory is counted beside the checks, and all other blocks
+    /// with the counters here.
+    fn users(&self) -> PoolStats {
+        let mut users = PoolStats::default();
+        self.core.dedicated.add_live_to(&mut users);
+        let state = self.state();
+        state.own.add_to(&mut users);
+        state.own.peak().set_in(&mut users);
+        users
+    }
+
+    /// Returns the users' statistics.
     pub(crate) fn stats(&self) -> PoolStats {
-        let mut users = self.source.unchecked_stats();
-        let peak = {
-            let state = self.state();
-            state.own.add_to(&mut users);
-            state.own.peak()
-        };
-        let mut stats = self.source.stats();
+        let users = self.users();
+        let mut stats = self.core.stats();
         // Memory that is held through the checks and has no user is pending.
         let live = users.live.min(stats.live);
         stats.pending += stats.live - live;
         (stats.live, stats.requested) = (live, users.requested);
-        peak.set_in(&mut stats);
+        (stats.peak_live, stats.peak_requested) = (users.peak_live, users.peak_requested);
         (stats.blocks, stats.allocations) = (users.blocks, users.allocations);
         stats.frees = users.frees;
         stats
@@ -665,9 +625,9 @@ impl CheckedPool {
                 findings.push(finding.clone());
             }
         }
-        if let Some(recorder) = &self.recorder {
+        if let Some(recorder) = &self.core.config.recorder {
             let BlockRecord { address, bytes, tag, of_pool: stream, .. } = finding.block;
-            let place = MemoryLocation::Device(self.device);
+            let place = MemoryLocation::Device(self.device());
             let event = recorder.event(Action::Finding, place, stream, address, bytes, tag);
             recorder.record(recorder.ticket(), event);
         }
@@ -719,7 +679,7 @@ impl Reclaim for CheckedPool {
                 more => given += more,
             }
         }
-        self.source.reclaim(bytes, deadline);
+        Reclaim::reclaim(&*self.core, bytes, deadline);
     }
 
     fn waits(&self) -> bool {
@@ -727,7 +687,7 @@ impl Reclaim for CheckedPool {
     }
 
     fn place(&self) -> Option<MemoryLocation> {
-        Some(MemoryLocation::Device(self.device))
+        Some(MemoryLocation::Device(self.device()))
     }
 }
 

@@ -103,8 +103,7 @@ pub struct PoolConfig {
     /// blocks, and a request served by a stream's cache does not check the bound.
     ///
     /// [`DevicePool::trim`](crate::DevicePool::trim) gives back as much, whatever its argument.
-    /// Memory that was given back for this bound and taken again is kept on top of it, so that a
-    /// loop pays once. This ends with the next trim to fewer bytes than are held.
+    /// What is needed again is mapped anew, so a loop should find its idle memory below this bound.
     ///
     /// Default: `u64::MAX`, which keeps all.
     pub release_threshold: u64,

@@ -30,6 +30,7 @@ use crate::{
     PoolConfig,
     backing::handle::{Funds, Handle, HandleError, HeldBytes},
     base::{
+        addresses::FreedAddresses,
         driver::notify_observer,
         released::{Released, release_or_strand},
         usage::{LiveUsage, TagHoldings},
@@ -93,6 +94,8 @@ struct State {
     usage: DedicatedUsage,
     /// Spans with retiring memory.
     retiring: Vec<Arc<Span>>,
+    /// Where blocks of bypass mode were freed.
+    freed: FreedAddresses,
 }
 
 /// Statistics of dedicated memory, in bytes and counts.
@@ -100,6 +103,8 @@ struct State {
 pub(crate) struct DedicatedUsage {
     /// Live memory, and the blocks that are no reserved elements.
     pub(crate) live: LiveUsage,
+    /// The blocks of bypass mode.
+    plain: LiveUsage,
     /// Retiring memory, whatever it waits for, and freed blocks of slot pools that other streams
     /// still use.
     pub(crate) pending: u64,
@@ -137,7 +142,7 @@ impl DedicatedPool {
         info: &DeviceInfo,
         config: &PoolConfig,
         accessors: Arc<[DeviceId]>,
-        live: LiveUsage,
+        (live, plain): (LiveUsage, LiveUsage),
         held: HeldBytes,
         status: Option<Arc<PoolSlot>>,
     ) -> Arc<Self> {
@@ -164,7 +169,7 @@ impl DedicatedPool {
             completions: AtomicU64::new(0),
             releases_under_way: AtomicU64::new(0),
             state: Mutex::new(State {
-                usage: DedicatedUsage { live, ..Default::default() },
+                usage: DedicatedUsage { live, plain, ..Default::default() },
                 ..Default::default()
             }),
             status,
@@ -233,6 +238,7 @@ impl DedicatedPool {
     fn add_usage(&self, a: &DedicatedUsage, stats: &mut PoolStats) {
         debug_assert!(a.free_of_graphs <= a.graphs, "graphs have more free memory than memory");
         a.live.add_to(stats);
+        a.plain.add_to(stats);
         stats.pending += a.pending + self.held.stuck();
         // Between the two updates of a free of a graph, its bytes are in one of the counts only.
         stats.cached += a.cached.saturating_sub(a.free_of_graphs);
@@ -243,9 +249,37 @@ impl DedicatedPool {
         stats.physical += self.held.now();
     }
 
-    /// Returns the live bytes.
-    pub(crate) fn live(&self) -> u64 {
-        self.state().usage.live.live()
+    /// Adds the live memory that is no block of bypass mode.
+    pub(crate) fn add_live_to(&self, stats: &mut PoolStats) {
+        self.state().usage.live.add_to(stats);
+    }
+
+    /// Counts a block of bypass mode.
+    pub(crate) fn plain_allocated(&self, address: u64, bytes: u64, tag: Tag) {
+        self.state().freed.remove(address);
+        self.update_usage(|a| {
+            a.plain.record_alloc(bytes, bytes);
+            let holding = a.by_tag.of_mut(tag);
+            (holding.bytes, holding.blocks) = (holding.bytes + bytes, holding.blocks + 1);
+            a.growths += 1;
+        });
+    }
+
+    /// Counts the free of a block of bypass mode.
+    pub(crate) fn plain_freed(&self, address: u64, bytes: u64, tag: Tag) {
+        self.state().freed.insert(address);
+        self.update_usage(|a| {
+            a.plain.record_free(bytes, bytes);
+            let holding = a.by_tag.of_mut(tag);
+            (holding.bytes, holding.blocks) = (holding.bytes - bytes, holding.blocks - 1);
+            a.pending += bytes;
+        });
+    }
+
+    /// Returns whether a block of bypass mode was freed at this address, and none has been
+    /// allocated there since.
+    pub(crate) fn was_freed(&self, address: u64) -> bool {
+        self.state().freed.contains(address)
     }
 
     /// Returns the bytes that owners have freed and the driver does not have back yet.
@@ -310,6 +344,7 @@ impl DedicatedPool {
         align: u64,
         funds: Funds<'_>,
     ) -> Result<Arc<Span>, HandleError> {
+        debug_assert_eq!(bytes, self.round_up(bytes), "a size is not rounded");
         if self.plain {
             return self.allocate_whole(kind, bytes, funds);
         }
@@ -423,7 +458,8 @@ impl DedicatedPool {
         let _ = self.reap_matching(Span::reaps_without_blocking);
     }
 
-    fn reap_matching(&self, which: impl Fn(&Span) -> bool) -> Released {
+    /// As [`DedicatedPool::reap`], for the spans that `which` accepts.
+    pub(crate) fn reap_matching(&self, which: impl Fn(&Span) -> bool) -> Released {
         let (spans, rest): (Vec<_>, Vec<_>) = {
             let mut state = self.state();
             if state.retiring.is_empty() {

@@ -2,19 +2,11 @@
 #![expect(unsafe_code, reason = "frees device memory")]
 
 use crate::{
-    Block,
-    base::{
-        pending::DeferredFree,
-        usage::{LiveUsage, TagHoldings},
-    },
-    driver_alloc::{DriverAllocator, DriverSource, ReleaseCall},
+    Block, Dependencies, RangeSource,
+    source::allocator::{SourceAllocator, forward_to_allocator},
 };
-use aquifer_core::{
-    Budget, Charge, DeviceId, DriverError, MemoryError, Opaque, PoolStats, Result,
-    budget::HookRegistration,
-};
-use aquifer_driver::{Driver, Relaxed};
-use aquifer_status::PoolSlot;
+use aquifer_core::{Budget, DeviceId, DriverError, MemoryError, Opaque, PoolStats, Result};
+use aquifer_driver::{DeviceRange, Driver, Relaxed};
 use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;
 
@@ -25,39 +17,21 @@ use std::sync::Arc;
 /// The drop of a block blocks until all of its streams have finished with it.
 #[derive(Clone, Debug)]
 pub struct Direct {
-    pub(crate) allocator: Arc<DriverAllocator<DirectSource>>,
+    allocator: Arc<SourceAllocator<DirectSource>>,
 }
 
 #[derive(Debug)]
-pub(crate) struct DirectSource {
+struct DirectSource {
     driver: Arc<dyn Driver>,
     device: DeviceId,
-    budget: Option<Budget>,
 }
 
 impl Direct {
     /// Creates a resource for `streams`, charged to `budget` if there is one.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, streams: StreamPool, budget: Option<Budget>) -> Self {
-        let source = DirectSource { driver: driver.clone(), device: streams.device(), budget };
-        Self { allocator: DriverAllocator::new(source, driver, streams) }
-    }
-
-    /// As [`Direct::new`], for a pool whose figures include these. They are counted in `usage`, and
-    /// shown in `status` or by the pool itself.
-    pub(crate) fn of_pool(
-        driver: Arc<dyn Driver>,
-        streams: StreamPool,
-        budget: &Budget,
-        usage: LiveUsage,
-        status: Option<PoolSlot>,
-    ) -> Self {
-        let budget = Some(budget.clone());
-        let source = DirectSource { driver: driver.clone(), device: streams.device(), budget };
-        let by_tag = Some(TagHoldings::default());
-        let allocator =
-            DriverAllocator::with_status(source, driver, streams, status, usage, by_tag);
-        Self { allocator }
+        let source = DirectSource { driver: driver.clone(), device: streams.device() };
+        Self { allocator: SourceAllocator::new(source, driver, streams, budget, "cuMemAlloc") }
     }
 
     /// Returns the block that was [converted](Block::into_raw) into this address.
@@ -70,63 +44,42 @@ impl Direct {
     }
 }
 
-impl DriverSource for DirectSource {
-    fn allocate(&self, _stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
-        let charge = self.budget.as_ref().map(|b| b.charge(bytes)).transpose()?;
-        let _relaxed = Relaxed::enter(&*self.driver);
-        let address = self
-            .driver
-            .mem_alloc(self.device, bytes)
-            .map_err(|e| MemoryError::driver(self.device, e))?;
-        Ok((address, charge))
-    }
-
-    fn name(&self) -> &'static str {
-        "cuMemAlloc"
-    }
-
-    fn budget(&self) -> Option<(&Budget, Option<&HookRegistration>)> {
-        self.budget.as_ref().map(|budget| (budget, None))
-    }
-
-    fn deallocate(&self, block: &DeferredFree) -> Result<()> {
-        if self.wait_for_work(block)? {
-            self.free_call(block.address)().map_err(|e| MemoryError::driver(self.device, e))?;
-        }
-        Ok(())
-    }
-
-    fn release_later(&self, block: &DeferredFree) -> Option<ReleaseCall> {
-        self.wait_for_work(block).ok().map(|_| Box::new(self.free_call(block.address)) as _)
+impl DirectSource {
+    fn driver_error(&self, error: DriverError) -> MemoryError {
+        MemoryError::driver(self.device, error)
     }
 }
 
-impl DirectSource {
-    /// Waits until all uses of a freed block are over. Returns whether its device still exists:
-    /// after its loss no work runs, and its memory ends with its context. Blocks.
-    fn wait_for_work(&self, block: &DeferredFree) -> Result<bool> {
-        // `cuMemFree` waits for the device in practice, but does not guarantee it. This wait does.
-        match block.work.wait(None) {
-            Err(MemoryError::DeviceLost { .. }) => Ok(false),
-            waited => waited.map(|_| true),
-        }
+// SAFETY: 1. `cuMemAlloc` returns memory of its own, aligned to at least `BLOCK_ALIGN`. 2. Only
+// `deallocate` frees it. 3. It had no earlier use: the driver had it. 4. The host waits for the
+// dependencies before the driver gets it.
+unsafe impl RangeSource for DirectSource {
+    fn device(&self) -> DeviceId {
+        self.device
     }
 
-    /// Returns the call that frees a block whose work has been waited for.
-    fn free_call(&self, address: u64) -> impl FnMut() -> Result<(), DriverError> + Send + use<> {
-        let (driver, device) = (self.driver.clone(), self.device);
-        move || {
-            let _relaxed = Relaxed::enter(&*driver);
-            // SAFETY: 1. The address came from `mem_alloc`. Each block is freed once: the call is
-            // repeated only after the driver has refused it. 2. The owner stream and every other
-            // user have been waited for.
-            unsafe { driver.mem_free(device, address) }
+    fn allocate(&self, _stream: &Stream, bytes: u64) -> Result<u64> {
+        let _relaxed = Relaxed::enter(&*self.driver);
+        self.driver.mem_alloc(self.device, bytes).map_err(|e| self.driver_error(e))
+    }
+
+    fn deallocate(&self, range: DeviceRange, after: &Dependencies<'_>) -> Result<()> {
+        // `cuMemFree` waits for the device in practice, but does not guarantee it. This wait does.
+        after.wait()?;
+        let _relaxed = Relaxed::enter(&*self.driver);
+        // SAFETY: 1. The address came from `mem_alloc`. Each block is freed once: the call is
+        // repeated only after the driver has refused it. 2. The owner stream and every other user
+        // have been waited for.
+        match unsafe { self.driver.mem_free(self.device, range.address) } {
+            // After the loss of the device its memory ends with its context.
+            Err(e) if !e.is_device_lost() => Err(self.driver_error(e)),
+            _ => Ok(()),
         }
     }
 }
 
 impl Opaque for Direct {
-    crate::driver_alloc::forward_to_allocator!();
+    forward_to_allocator!();
     fn stats(&self) -> PoolStats {
         self.allocator.stats()
     }

@@ -117,8 +117,7 @@
 //!
 //! - [`release_threshold`](PoolConfig::release_threshold) bounds the idle memory of the pool. The
 //!   excess goes back to the driver, also when a stream of the pool is synchronised, and in
-//!   [`DevicePool::poll`]. What is needed again afterwards is kept from then on, so a loop pays
-//!   once.
+//!   [`DevicePool::poll`].
 //! - [`warm_reserve`](PoolConfig::warm_reserve) and [`DevicePool::warm`] bound the held memory from
 //!   below. Only pressure takes what is below the bound.
 //! - [`stream_cache`](PoolConfig::stream_cache) bounds the idle memory of one stream's cache. The
@@ -217,13 +216,13 @@ mod backing;
 mod base;
 mod block;
 mod buffer;
+mod bypass;
 mod checked;
 mod config;
 mod conformance;
 mod decorators;
 mod dedicated;
 mod direct;
-mod driver_alloc;
 mod environment;
 mod graphs;
 mod limits;

@@ -3,23 +3,21 @@
 //! - Fast path: [`DevicePool::alloc`], `PoolCore::fast_cache`, `StreamCache::fast_alloc`, the heap.
 //!   It takes the lock of the stream's cache and no other.
 //! - Full path: `DevicePool::alloc_full` asks the features, then the checks if there are any, or
-//!   [`PoolSource`]: the cache again, and the slow path if it has no room.
+//!   [`PoolCore`]: the cache again, and the slow path if it has no room.
 //!
 //! `guide/inside/device_pool.md` follows one allocation step by step.
 
 mod give_way;
 mod raw;
-mod source;
 
 use crate::{
-    Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
-    base::{usage::LiveUsage, waits::begin_request},
-    checked::{BlockSource, CheckedPool},
-    direct::Direct,
+    Block, DeviceBuffer, Finding, LeakReport, PoolConfig, Request,
+    base::waits::begin_request,
+    checked::CheckedPool,
     environment::Environment,
     mapped_memory::MappedMemory,
     planned,
-    pool_core::PoolCore,
+    pool_core::{PoolCore, allocate::draw},
     request::MAX_BYTES,
     sharing_policy::held_parts,
     stream_cache::{CacheHost, close::sweep_released},
@@ -31,7 +29,6 @@ use aquifer_core::{
 use aquifer_driver::{DeviceInfo, Driver, site};
 use aquifer_stream::{Stream, StreamPool};
 use bytemuck::Pod;
-use source::{PoolSource, draw};
 use std::{
     fmt,
     panic::Location,
@@ -73,11 +70,8 @@ struct PoolHandle {
     core: Arc<PoolCore>,
     /// The source line that opened the pool, reported as the site of what its end does.
     opened_at: &'static Location<'static>,
-    source: Arc<PoolSource>,
     /// The checks of blocks, if any. They own a reference to `PoolCore`, so it must not own them.
     checked: Option<Arc<CheckedPool>>,
-    /// The source of blocks in bypass mode, without its wrapper.
-    bypass: Option<Direct>,
 }
 
 impl DevicePool {
@@ -152,18 +146,6 @@ impl DevicePool {
         config.bypass |= !maps;
         let warm = config.warm_reserve;
         let core = PoolCore::new(driver, info, budget, config, memory, accessors);
-        let PoolCore { driver, config, budget, .. } = &*core;
-        let bypass = config.bypass.then(|| {
-            let status = core.status.parent().map(|pool| pool.part());
-            // If the blocks are checked, what users have is counted instead.
-            let usage = if debug.is_on() { LiveUsage::default() } else { core.live_usage() };
-            Direct::of_pool(driver.clone(), core.streams().clone(), budget, usage, status)
-        });
-        let direct = bypass.clone().map(|direct| match &config.recorder {
-            Some(recorder) => Arc::new(Log::new(direct, recorder.clone())) as Arc<dyn Resource>,
-            None => Arc::new(direct),
-        });
-        let source = Arc::new(PoolSource { core: core.clone(), direct });
         core.register();
         core.release_after_synchronize();
         if let Some(plan) = plan {
@@ -171,30 +153,18 @@ impl DevicePool {
         }
         core.warm(warm)?;
         let checked = if debug.is_on() {
-            let (driver, streams, recorder) =
-                (driver.clone(), core.streams().clone(), config.recorder.clone());
-            let waits = (config.adoption == Adoption::Wait, config.wait);
-            let (source, own) = (source.clone() as Arc<dyn BlockSource>, core.live_usage());
-            let checked = CheckedPool::new(source, debug, driver, streams, recorder, own, waits)?;
+            let checked = CheckedPool::new(&core, debug)?;
             if let Some(listing) = checked.listing() {
                 let _only_once = core.listing.set(listing.clone());
             }
-            checked.register(budget);
+            checked.register();
             core.status.set_checked(&checked);
             Some(checked)
         } else {
             None
         };
         core.publish();
-        Ok(Self {
-            handle: Arc::new(PoolHandle {
-                core,
-                opened_at: site::current(),
-                source,
-                checked,
-                bypass,
-            }),
-        })
+        Ok(Self { handle: Arc::new(PoolHandle { core, opened_at: site::current(), checked }) })
     }
 
     #[inline]
@@ -204,11 +174,6 @@ impl DevicePool {
 
     pub(crate) fn checked(&self) -> Option<&Arc<CheckedPool>> {
         self.handle.checked.as_ref()
-    }
-
-    /// Returns the source of blocks in bypass mode.
-    pub(super) fn bypass_source(&self) -> Option<&Direct> {
-        self.handle.bypass.as_ref()
     }
 
     /// Leases a stream of this device.
@@ -241,21 +206,8 @@ impl DevicePool {
     #[track_caller]
     #[inline]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
-        match self.core().fast_cache(stream, &request) {
-            Some(cache) => match cache.fast_alloc(&request, Block::from_token) {
-                Some(block) => Ok(block),
-                None => self.alloc_after_cache(stream, request),
-            },
-            None => self.alloc_full(stream, request),
-        }
-    }
-
-    /// Allocates after the fast path got nothing from the stream's cache.
-    #[track_caller]
-    #[cold]
-    #[inline(never)]
-    fn alloc_after_cache(&self, stream: &Stream, request: Request) -> Result<Block> {
-        match self.core().settle_and_take(stream, &request) {
+        let cache = self.core().fast_cache(stream, &request);
+        match cache.and_then(|cache| cache.fast_alloc(&request, Block::from_token)) {
             Some(block) => Ok(block),
             None => self.alloc_full(stream, request),
         }
@@ -294,8 +246,7 @@ impl DevicePool {
         // One deadline for the tag's limit and for the pool.
         let _request = begin_request();
         let of_tag = core.charge_tag(stream, &request)?;
-        let PoolHandle { source, checked, .. } = &*self.handle;
-        let mut block = match (core.allocate_from_feature(stream, request)?, checked) {
+        let mut block = match (core.allocate_from_feature(stream, request)?, self.checked()) {
             (Some(mut block), _) => {
                 core.list_for_leaks(&mut block, None);
                 // This memory is charged as it grows, so this releases the reservation to make
@@ -308,8 +259,8 @@ impl DevicePool {
                 checked.allocate(stream, request, drawn)?
             }
             (None, None) => {
-                let _site = source.direct.is_some().then(site::enter);
-                source.allocate(stream, request, drawn, request.size())?
+                let _site = core.config.bypass.then(site::enter);
+                core.allocate_unchecked(stream, request, drawn, request.size())?
             }
         };
         block.count_for_tag(of_tag);
@@ -431,8 +382,7 @@ impl DevicePool {
         if let Some(checked) = self.checked() {
             return checked.trim(u64::MAX).map(drop);
         }
-        self.core().poll()?;
-        self.handle.source.direct.as_ref().map_or(Ok(()), |direct| direct.trim(u64::MAX).map(drop))
+        self.core().poll()
     }
 
     /// Gives free memory back to the driver until at most `keep` bytes are held, or the [release
@@ -450,7 +400,7 @@ impl DevicePool {
     pub fn trim(&self, keep: u64) -> Result<u64> {
         let _site = site::enter();
         let released = match self.checked() {
-            None => self.handle.source.trim(keep),
+            None => self.core().trim(keep),
             Some(checked) => checked.trim(keep),
         };
         self.core().publish();
@@ -498,8 +448,7 @@ impl DevicePool {
     #[inline]
     #[must_use]
     pub fn physical(&self) -> u64 {
-        let direct = self.bypass_source().map_or(0, |direct| direct.stats().physical);
-        self.core().held() + direct
+        self.core().held()
     }
 
     /// Returns the bytes that live blocks of this tag hold in this pool. Walks all caches. Never
@@ -514,15 +463,14 @@ impl DevicePool {
             .iter()
             .map(|cache| cache.with(|s| s.holdings().map(|h| of(&h)).sum::<u64>()))
             .sum();
-        let direct = self.bypass_source().map_or(0, |direct| direct.allocator.held_by(tag));
-        cached + direct + core.holdings_beside_caches().iter().map(of).sum::<u64>()
+        cached + core.holdings_beside_caches().iter().map(of).sum::<u64>()
     }
 
     /// Returns the pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         let stats = match self.checked() {
-            None => self.handle.source.stats(),
+            None => self.core().stats(),
             Some(checked) => checked.stats(),
         };
         self.core().publish();
@@ -544,9 +492,6 @@ impl DevicePool {
         let core = self.core();
         core.peaks.reset();
         core.memory.held().reset_peak_of_pool();
-        if let Some(direct) = self.bypass_source() {
-            direct.allocator.reset_peaks();
-        }
         core.publish();
     }
 

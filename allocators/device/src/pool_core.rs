@@ -3,7 +3,7 @@
 //! Features, such as memory of graphs, stand above the core. What they have to do within the core's
 //! slow paths they register as a [`PoolHook`].
 
-mod allocate;
+pub(crate) mod allocate;
 pub(crate) mod caches;
 mod events;
 pub(crate) mod fences;
@@ -223,9 +223,14 @@ impl PoolCore {
         let status = PoolPublisher::new(&*driver, &info, config.debug.is_on());
         let caches = Arc::<CacheList>::default();
         let peaks = PoolPeaks::new(caches.clone(), !config.bypass && !config.debug.is_on());
-        let (live, parent) = (LiveUsage::of_pool(peaks.clone()), status.parent().cloned());
+        let (live, parent) = (LiveUsage::of_pool(peaks.clone(), 0), status.parent().cloned());
+        // If the blocks are checked, what users have is counted instead.
+        let is_checked = config.debug.is_on();
+        let plain =
+            if is_checked { LiveUsage::default() } else { LiveUsage::of_pool(peaks.clone(), 0) };
         let held = memory.held().of_other_part();
-        let dedicated = DedicatedPool::new(&driver, &info, &config, accessors, live, held, parent);
+        let dedicated =
+            DedicatedPool::new(&driver, &info, &config, accessors, (live, plain), held, parent);
         Arc::new(Self {
             key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
             streams: StreamPool::new(driver.clone(), info.device, config.streams),
@@ -267,9 +272,10 @@ impl PoolCore {
         &self.budget
     }
 
-    /// Returns counts of memory outside of the caches, which are a part of the pool's peaks.
-    pub(crate) fn live_usage(&self) -> LiveUsage {
-        LiveUsage::of_pool(self.peaks.clone())
+    /// Returns counts of memory outside of the caches, which are a part of the pool's peaks, and may
+    /// raise them by up to `slack` bytes too much.
+    pub(crate) fn live_usage(&self, slack: u64) -> LiveUsage {
+        LiveUsage::of_pool(self.peaks.clone(), slack)
     }
 
     /// Registers a reason to take the full allocation path.

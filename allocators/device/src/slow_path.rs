@@ -413,7 +413,6 @@ impl PoolCore {
             progress.refused = outcome.refused;
         }
         progress.unreleased = progress.unreleased.or(outcome.unreleased);
-        self.retention.record_growth(outcome.grown);
         count(&self.counters.growths, u64::from(outcome.grown > 0));
         count(&self.counters.adoptions, u64::from(outcome.adopted > 0));
         count(&self.counters.moves, outcome.moves);

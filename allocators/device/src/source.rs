@@ -12,14 +12,11 @@
 //! be over before the memory may be reused.
 #![expect(unsafe_code, reason = "declares an unsafe trait; holds no unsafe block")]
 
-use crate::{
-    base::pending::DeferredFree,
-    driver_alloc::{DriverAllocator, DriverSource},
-};
-use aquifer_core::{
-    BLOCK_ALIGN, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result,
-    budget::HookRegistration,
-};
+pub(crate) mod allocator;
+
+use crate::base::pending::DeferredFree;
+use allocator::SourceAllocator;
+use aquifer_core::{BLOCK_ALIGN, Budget, DeviceId, MemoryError, Opaque, PoolStats, Result};
 use aquifer_driver::DeviceRange;
 use aquifer_stream::{Stream, StreamPool};
 use std::{fmt, sync::Arc, time::Instant};
@@ -105,7 +102,8 @@ pub unsafe trait RangeSource: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// Any error leaves the range with the pool, charged. It is offered again at the next
-    /// allocation, free or trim. Return [`MemoryError::Busy`] if the work is not done and the
+    /// allocation, free or trim. When the pool ends, it is offered a last time, and later only while
+    /// the error is the driver's. Return [`MemoryError::Busy`] if the work is not done and the
     /// source does not wait.
     fn deallocate(&self, range: DeviceRange, after: &Dependencies<'_>) -> Result<()>;
 
@@ -129,7 +127,7 @@ pub unsafe trait RangeSource: fmt::Debug + Send + Sync + 'static {
 ///
 /// [`RangeSource`] has an example.
 pub struct Dependencies<'a> {
-    freed: &'a DeferredFree,
+    pub(crate) freed: &'a DeferredFree,
 }
 
 impl Dependencies<'_> {
@@ -184,13 +182,7 @@ impl fmt::Debug for Dependencies<'_> {
 /// [`RangeSource`] has an example.
 #[derive(Debug)]
 pub struct SourcePool<S: RangeSource> {
-    allocator: Arc<DriverAllocator<UserSource<S>>>,
-}
-
-#[derive(Debug)]
-struct UserSource<S> {
-    source: S,
-    budget: Option<Budget>,
+    allocator: Arc<SourceAllocator<S>>,
 }
 
 impl<S: RangeSource> Clone for SourcePool<S> {
@@ -214,55 +206,19 @@ impl<S: RangeSource> SourcePool<S> {
         if !align.is_power_of_two() || align < BLOCK_ALIGN {
             return Err(MemoryError::BadAlignment { align });
         }
-        let driver = streams.driver().clone();
-        Ok(Self { allocator: DriverAllocator::new(UserSource { source, budget }, driver, streams) })
+        let (driver, name) = (streams.driver().clone(), std::any::type_name::<S>());
+        Ok(Self { allocator: SourceAllocator::new(source, driver, streams, budget, name) })
     }
 
     /// Returns the source.
     #[must_use]
     pub fn source(&self) -> &S {
-        &self.allocator.source.source
-    }
-}
-
-impl<S: RangeSource> DriverSource for UserSource<S> {
-    fn allocate(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
-        let charge = self.budget.as_ref().map(|budget| budget.charge(bytes)).transpose()?;
-        Ok((self.source.allocate(stream, bytes)?, charge))
-    }
-
-    fn deallocate(&self, block: &DeferredFree) -> Result<()> {
-        let range = DeviceRange {
-            device: self.source.device(),
-            address: block.address,
-            bytes: block.bytes,
-        };
-        self.source.deallocate(range, &Dependencies { freed: block })
-    }
-
-    fn alignment(&self) -> u64 {
-        self.source.alignment()
-    }
-
-    fn name(&self) -> &'static str {
-        std::any::type_name::<S>()
-    }
-
-    fn budget(&self) -> Option<(&Budget, Option<&HookRegistration>)> {
-        self.budget.as_ref().map(|budget| (budget, None))
-    }
-
-    fn reserved(&self) -> Option<u64> {
-        self.source.reserved()
-    }
-
-    fn trim(&self, keep: u64) -> Result<u64> {
-        self.source.trim(keep)
+        &self.allocator.source
     }
 }
 
 impl<S: RangeSource> Opaque for SourcePool<S> {
-    crate::driver_alloc::forward_to_allocator!();
+    allocator::forward_to_allocator!();
     fn stats(&self) -> PoolStats {
         self.allocator.stats()
     }

@@ -43,15 +43,13 @@ pub(crate) mod close;
 pub(crate) mod free;
 mod raw;
 mod stats;
-mod unsettled;
 
 use crate::{
     BLOCK_ALIGN, Request,
     base::{
         addresses::{AddressDirectory, AddressMap},
         extent::{BlockExtent, BlockMeta, LazyBox, PackedRequest, UntilFree},
-        part_bounds::{LimitReserve, PartBounds},
-        usage::TagHoldings,
+        usage::{LiveBytes, PeakRoom, TagHoldings},
     },
 };
 use aquifer_core::{Action, Tag, event::EventTicket};
@@ -98,11 +96,8 @@ pub(crate) struct CacheState {
     needs_follow_up: bool,
     /// Blocks that were converted into raw addresses.
     raw: AddressMap<RawBlock>,
-    /// Allocated blocks that the fast path has set aside, since they take the cache above its
-    /// limit.
-    unsettled: Vec<BlockToken>,
-    /// How far the live bytes may rise.
-    pub(crate) bounds: PartBounds,
+    /// The maximum of the live bytes since the pool's peaks were settled last.
+    pub(crate) highest: LiveBytes,
     /// Copies of the counters for other processes. Never read.
     line: &'static CacheLine,
     /// The slot of the pool that the line belongs to, or 0.
@@ -165,8 +160,8 @@ pub(crate) trait CacheHost: Send + Sync {
     /// count for it.
     fn status_id(&self) -> u64;
 
-    /// Returns what caches take the rises of their limits from.
-    fn limit_reserve(&self) -> &LimitReserve;
+    /// Returns what caches take the rises of their highest from.
+    fn peak_room(&self) -> &PeakRoom;
 
     /// Takes a ticket in the order of events, if there is a recorder.
     fn ticket(&self) -> Option<EventTicket>;
@@ -269,8 +264,7 @@ impl StreamCache {
                     last_is_free: false,
                     needs_follow_up: false,
                     raw: AddressMap::default(),
-                    unsettled: Vec::new(),
-                    bounds: PartBounds::default(),
+                    highest: LiveBytes::default(),
                     line: claim_line(),
                     line_owner: 0,
                 })),
@@ -337,8 +331,7 @@ impl StreamCache {
     }
 
     /// Allocates from the cache, and returns what `make` makes of the token under the lock. Returns
-    /// `None` if the cache has no room, or if the block is
-    /// [set aside](StreamCache::take_unsettled). The hot path.
+    /// `None` if the cache has no room, or if the pool's peaks have to settle first. The hot path.
     #[inline]
     pub(crate) fn fast_alloc<B>(
         &'static self,
@@ -346,6 +339,24 @@ impl StreamCache {
         make: impl FnOnce(&BlockToken) -> B,
     ) -> Option<B> {
         self.state.with(|s| s.allocate_token(self, request).map(make))
+    }
+
+    /// As [`StreamCache::fast_alloc`], for a caller that can settle. Returns with the result whether
+    /// the peaks are settled. If not, the caller must settle them before it hands out the block.
+    pub(crate) fn full_alloc<B>(
+        &'static self,
+        request: &Request,
+        make: impl FnOnce(&BlockToken) -> B,
+    ) -> Option<(B, bool)> {
+        self.with_unflushed(|s| {
+            if let Some(token) = s.allocate_token(self, request) {
+                return Some((make(token), true));
+            }
+            // A refused block is kept like one that was just freed.
+            let token = s.last.filter(|_| mem::take(&mut s.last_is_free))?;
+            s.usage.allocations += 1;
+            Some((make(&token), false))
+        })
     }
 
     /// Returns the bytes that a block of this cache occupies.
@@ -395,13 +406,49 @@ impl CacheState {
     }
 
     /// Allocates from the heap for `request`, and stores the block's token in `last`. Returns
-    /// `None` and sets the block aside if it takes the cache above its limit, and that cannot rise.
+    /// `None` if there is no room. Returns `None` and keeps the block as free if it takes the cache
+    /// above its highest, and that cannot rise.
     #[inline(never)]
     fn find_token(&mut self, cache: &'static StreamCache, request: &Request) -> Option<()> {
         self.flush_last();
         let found = self.allocate(request)?;
         self.last = Some(BlockToken::new(cache, &found, request));
-        if self.bounds.contains(self.live_bytes()) { Some(()) } else { self.admit_last() }
+        if self.live_bytes().is_within(self.highest) { Some(()) } else { self.admit_last() }
+    }
+
+    /// Takes what is live now into account. Returns whether the cache is within its highest then.
+    /// If not, the pool's peaks must be settled before a block is handed out. One that is not in
+    /// use always needs it: see [`crate::peaks`].
+    pub(crate) fn admit(&mut self) -> bool {
+        let now = self.live_bytes();
+        let rises = |binding: &Binding| {
+            let room = binding.pool.peak_room();
+            self.highest != LiveBytes::default() && room.take(now.above(self.highest))
+        };
+        let is_admitted = now.is_within(self.highest) || self.binding.as_ref().is_some_and(rises);
+        if is_admitted {
+            self.highest = self.highest.max(now);
+        }
+        debug_assert!(
+            !is_admitted || self.live_bytes().is_within(self.highest),
+            "an admitted cache is above its highest"
+        );
+        is_admitted
+    }
+
+    /// Takes the block in `last` into account, or keeps it as one that was just freed and returns
+    /// `None`: the fast path holds the lock of the cache, so it cannot settle. The full path takes
+    /// the block from there, and settles. The fast path pays nothing for this.
+    #[cold]
+    #[inline(never)]
+    fn admit_last(&mut self) -> Option<()> {
+        if self.admit() {
+            return Some(());
+        }
+        self.usage.allocations -= 1;
+        self.last_free = self.last_free.max(self.open_epoch());
+        self.last_is_free = true;
+        None
     }
 
     /// Returns the epoch of the last free, pending blocks included.
@@ -424,9 +471,6 @@ impl CacheState {
             // No free has come since, so this is the block's own epoch, or a later one.
             self.free_to_heap(&last, self.last_free);
             self.line.count_free(self.heap.live_bytes(), last.extent.request.bytes());
-            if self.bounds.has_surplus(self.live_bytes()) {
-                self.lower_limit();
-            }
         }
     }
 

@@ -2,23 +2,20 @@
 #![expect(unsafe_code, reason = "frees device memory")]
 
 use crate::{
-    Block,
-    base::{
-        pending::{DeferredFree, PendingUses},
-        released::reclaim_cost,
-    },
-    driver_alloc::{DriverAllocator, DriverSource},
+    Block, Dependencies, RangeSource,
+    base::{pending::PendingUses, released::reclaim_cost},
+    source::allocator::{SourceAllocator, forward_to_allocator},
 };
 use aquifer_core::{
-    Budget, Charge, MemoryError, Opaque, PoolStats, Result,
-    budget::{HookRegistration, Offer, Reclaim},
+    Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result,
+    budget::{Offer, Reclaim},
     event::MemoryLocation,
 };
-use aquifer_driver::{Driver, PoolHandle};
+use aquifer_driver::{DeviceRange, Driver, PoolHandle};
 use aquifer_stream::{Stream, StreamPool};
 use std::{
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -43,7 +40,7 @@ use std::{
 /// ```
 #[derive(Clone, Debug)]
 pub struct StreamOrdered {
-    allocator: Arc<DriverAllocator<StreamOrderedSource>>,
+    allocator: Arc<SourceAllocator<StreamOrderedSource>>,
 }
 
 #[derive(Debug)]
@@ -55,7 +52,6 @@ struct StreamOrderedSource {
     charged: Mutex<Option<Charge>>,
     /// Whether a refused allocation has left memory reserved that is not charged.
     uncharged: AtomicBool,
-    registration: OnceLock<HookRegistration>,
 }
 
 impl StreamOrdered {
@@ -77,14 +73,13 @@ impl StreamOrdered {
         let source = StreamOrderedSource {
             driver: driver.clone(),
             pool,
-            budget,
+            budget: budget.clone(),
             charged,
             uncharged: AtomicBool::new(false),
-            registration: OnceLock::new(),
         };
-        let allocator = DriverAllocator::new(source, driver, streams);
-        let _only_once =
-            allocator.source.registration.set(allocator.source.budget.on_need(&allocator));
+        let (budgets, name) = (Some(budget.clone()), "cuMemAllocAsync");
+        let allocator = SourceAllocator::new(source, driver, streams, budgets, name);
+        let _only_once = allocator.registration.set(budget.on_need(&allocator));
         Ok(Self { allocator })
     }
 }
@@ -116,6 +111,8 @@ impl StreamOrderedSource {
         } else if let Some(charge) = charged.as_mut() {
             drop(charge.split(now - reserved));
         }
+        let now = charged.as_ref().map_or(0, Charge::bytes);
+        debug_assert_eq!(now, reserved, "the charge is not what the driver's pool has reserved");
         self.uncharged.store(false, Ordering::Relaxed);
         Ok(())
     }
@@ -137,8 +134,16 @@ impl StreamOrdered {
     }
 }
 
-impl DriverSource for StreamOrderedSource {
-    fn allocate(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
+// SAFETY: 1. `cuMemAllocFromPoolAsync` returns memory of its own, aligned to at least
+// `BLOCK_ALIGN`. 2. Only `deallocate` frees it, and the pool is destroyed with the source, which
+// blocks keep alive. 3. The driver orders the allocation on the stream after earlier uses. 4. The
+// free is queued on a stream that has been made to wait for the dependencies.
+unsafe impl RangeSource for StreamOrderedSource {
+    fn device(&self) -> DeviceId {
+        self.pool.device()
+    }
+
+    fn allocate(&self, stream: &Stream, bytes: u64) -> Result<u64> {
         // A refused allocation is released when its stream reaches the free. Until then the pool
         // takes no more, so that it exceeds its budget by one allocation of each thread at most.
         if self.uncharged.load(Ordering::Relaxed) {
@@ -162,25 +167,17 @@ impl DriverSource for StreamOrderedSource {
             let _ = self.trim_and_charge(0);
             return Err(error);
         }
-        Ok((address, None))
+        Ok(address)
     }
 
-    fn deallocate(&self, block: &DeferredFree) -> Result<()> {
-        let (owner_stream, address) = (&block.timeline, block.address);
-        block.work.uses.order_before(owner_stream, address)?;
+    fn deallocate(&self, range: DeviceRange, after: &Dependencies<'_>) -> Result<()> {
+        let (owner_stream, address) = (&after.freed.timeline, range.address);
+        after.freed.work.uses.order_before(owner_stream, address)?;
         // SAFETY: 1. it came from `pool_alloc`; each block is freed once, and kept whole if this
         // fails. 2. its owner stream, which the free is queued on, has been made to wait for all
         // other uses.
         unsafe { self.driver.pool_free(owner_stream.raw(), address) }
             .map_err(|e| self.driver_error(e))
-    }
-
-    fn name(&self) -> &'static str {
-        "cuMemAllocAsync"
-    }
-
-    fn budget(&self) -> Option<(&Budget, Option<&HookRegistration>)> {
-        Some((&self.budget, self.registration.get()))
     }
 
     fn reserved(&self) -> Option<u64> {
@@ -202,7 +199,7 @@ impl Drop for StreamOrderedSource {
     }
 }
 
-impl Reclaim for DriverAllocator<StreamOrderedSource> {
+impl Reclaim for SourceAllocator<StreamOrderedSource> {
     fn name(&self) -> &'static str {
         "a pool of the driver's"
     }
@@ -233,7 +230,7 @@ impl Reclaim for DriverAllocator<StreamOrderedSource> {
 }
 
 impl Opaque for StreamOrdered {
-    crate::driver_alloc::forward_to_allocator!();
+    forward_to_allocator!();
     fn stats(&self) -> PoolStats {
         let mut stats = self.allocator.stats();
         let source = &self.allocator.source;

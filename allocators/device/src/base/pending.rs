@@ -17,7 +17,7 @@
 //! |---|---|---|---|
 //! | a block of a cache | `StreamCache` | the cache | slow paths of its pool |
 //! | a block that debugging checks | `CheckedPool` | the checks | allocations, trims and checks |
-//! | an allocation of the driver | `DriverAllocator` | the allocator | its calls, and the end of the last open use |
+//! | a block of a source | `SourceAllocator` | the allocator | its calls, and the end of the last open use |
 //! | a block of a slot pool | `SlotRanges` | the graph memory or parkable pool | its allocations and trims |
 //! | slots of a span | `Span` | the span | `DedicatedPool::reap` |
 //! | memory of another library | `Adopted` | the process | creations and drops of such memory |

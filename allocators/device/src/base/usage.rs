@@ -5,9 +5,15 @@
 
 use aquifer_core::{PoolStats, Tag, budget::Holding};
 use std::{
-    ops::{Add, AddAssign, SubAssign},
-    sync::Arc,
+    ops::{AddAssign, SubAssign},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
+
+/// By how many bytes a part of a pool may raise the reported peak above the true one.
+pub(crate) const PEAK_SLACK: u64 = 1 << 20;
 
 /// The peak of a pool as a whole, for its parts that count outside of the caches.
 pub(crate) trait JointPeak: Send + Sync {
@@ -29,25 +35,24 @@ pub(crate) struct LiveUsage {
     peak: LiveBytes,
     /// The peaks of the pool that this is a part of.
     pool: Option<Arc<dyn JointPeak>>,
+    /// What they count: at most `slack` more than there is.
+    told: LiveBytes,
+    slack: u64,
     blocks: u64,
     allocations: u64,
     frees: u64,
 }
 
 impl LiveUsage {
-    /// Creates the counts of a part of a pool, whose peak is that of the whole pool.
-    pub(crate) fn of_pool(peaks: Arc<dyn JointPeak>) -> Self {
-        Self { pool: Some(peaks), ..Self::default() }
+    /// Creates the counts of a part of a pool, whose peak is that of the whole pool. It counts there
+    /// within `slack` bytes, so that most operations change nothing that all parts share.
+    pub(crate) fn of_pool(peaks: Arc<dyn JointPeak>, slack: u64) -> Self {
+        Self { pool: Some(peaks), slack, ..Self::default() }
     }
 
     /// Returns the live bytes, in allocated sizes.
     pub(crate) fn live(&self) -> u64 {
         self.now.live
-    }
-
-    /// Returns the live bytes, in both ways of counting.
-    pub(crate) fn now(&self) -> LiveBytes {
-        self.now
     }
 
     /// Counts memory that becomes live.
@@ -56,7 +61,14 @@ impl LiveUsage {
         let bytes = LiveBytes { live, requested };
         self.now += bytes;
         match &self.pool {
-            Some(peaks) => peaks.add(bytes),
+            Some(peaks) if !self.now.is_within(self.told) => {
+                peaks.add(self.now.above(self.told));
+                self.told = self.told.max(self.now);
+            }
+            Some(_) => debug_assert!(
+                self.told.above(self.now).is_within(self.slack()),
+                "the pool counts more than the slack beyond what is live"
+            ),
             None => self.peak = self.peak.max(self.now),
         }
     }
@@ -66,9 +78,21 @@ impl LiveUsage {
         let bytes = LiveBytes { live, requested };
         debug_assert!(bytes.is_within(self.now), "more is freed than is live");
         self.now -= bytes;
-        if let Some(peaks) = &self.pool {
-            peaks.remove(bytes);
+        let surplus = self.told.above(self.now);
+        if let Some(peaks) = &self.pool
+            && !surplus.is_within(self.slack())
+        {
+            peaks.remove(surplus);
+            self.told -= surplus;
         }
+        debug_assert!(
+            self.pool.is_none() || self.now.is_within(self.told),
+            "the pool counts less than is live"
+        );
+    }
+
+    fn slack(&self) -> LiveBytes {
+        LiveBytes { live: self.slack, requested: self.slack }
     }
 
     /// Counts a block whose bytes are counted apart.
@@ -79,6 +103,7 @@ impl LiveUsage {
 
     /// Counts the free of a block whose bytes are counted apart.
     pub(crate) fn remove_block(&mut self) {
+        debug_assert!(self.blocks > 0, "more blocks are freed than were allocated");
         self.blocks -= 1;
         self.frees += 1;
     }
@@ -93,11 +118,6 @@ impl LiveUsage {
     pub(crate) fn record_free(&mut self, live: u64, requested: u64) {
         self.remove_bytes(live, requested);
         self.remove_block();
-    }
-
-    /// Sets its own peak to what is live now.
-    pub(crate) fn reset_peaks(&mut self) {
-        self.peak = self.now;
     }
 
     /// Returns the peak: that of the whole pool, if this is a part of one.
@@ -146,11 +166,6 @@ impl TagHoldings {
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Holding> {
         self.holdings.iter()
     }
-
-    /// Returns the bytes that a tag holds.
-    pub(crate) fn bytes_of(&self, tag: Tag) -> u64 {
-        self.iter().find(|h| h.tag == tag).map_or(0, |h| h.bytes)
-    }
 }
 
 /// Bytes of live blocks, in both ways of counting. Sums wrap around: a part of them may be below
@@ -178,11 +193,6 @@ impl LiveBytes {
         self.zip(other, u64::max)
     }
 
-    /// Returns the smaller of each number.
-    pub(crate) fn min(self, other: Self) -> Self {
-        self.zip(other, u64::min)
-    }
-
     /// Returns what `self` has above `other`, or 0, of each number.
     pub(crate) fn above(self, other: Self) -> Self {
         self.zip(other, u64::saturating_sub)
@@ -205,23 +215,55 @@ impl LiveBytes {
     }
 }
 
-impl Add for LiveBytes {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        self.zip(other, u64::wrapping_add)
-    }
-}
-
 impl AddAssign for LiveBytes {
     fn add_assign(&mut self, other: Self) {
-        *self = *self + other;
+        *self = self.zip(other, u64::wrapping_add);
     }
 }
 
 impl SubAssign for LiveBytes {
     fn sub_assign(&mut self, other: Self) {
         *self = self.zip(other, u64::wrapping_sub);
+    }
+}
+
+/// Bytes by which the parts of a pool may rise before they settle: see [`crate::peaks`].
+#[derive(Default)]
+pub(crate) struct PeakRoom {
+    live: AtomicU64,
+    requested: AtomicU64,
+}
+
+impl PeakRoom {
+    /// Sets what there is.
+    pub(crate) fn set(&self, bytes: LiveBytes) {
+        self.live.store(bytes.live, Ordering::Release);
+        self.requested.store(bytes.requested, Ordering::Release);
+    }
+
+    /// Returns what there is.
+    pub(crate) fn left(&self) -> LiveBytes {
+        let load = |bytes: &AtomicU64| bytes.load(Ordering::Acquire);
+        LiveBytes { live: load(&self.live), requested: load(&self.requested) }
+    }
+
+    pub(crate) fn give(&self, bytes: LiveBytes) {
+        self.live.fetch_add(bytes.live, Ordering::AcqRel);
+        self.requested.fetch_add(bytes.requested, Ordering::AcqRel);
+    }
+
+    /// Takes both numbers, or neither. Returns whether there was enough.
+    pub(crate) fn take(&self, bytes: LiveBytes) -> bool {
+        let take = |from: &AtomicU64, bytes: u64| {
+            let left = |have: u64| have.checked_sub(bytes);
+            from.fetch_update(Ordering::AcqRel, Ordering::Acquire, left).is_ok()
+        };
+        let has_live = take(&self.live, bytes.live);
+        let has_both = has_live && take(&self.requested, bytes.requested);
+        if has_live && !has_both {
+            self.give(LiveBytes { live: bytes.live, requested: 0 });
+        }
+        has_both
     }
 }
 
@@ -243,8 +285,6 @@ mod tests {
             (bytes, [stats.blocks, stats.allocations, stats.frees])
         };
         assert_eq!(counts(&usage), ([1024, 1000, 1536, 1300], [0, 1, 1]));
-        usage.reset_peaks();
-        assert_eq!(counts(&usage).0, [1024, 1000, 1024, 1000]);
     }
 
     #[test]
@@ -254,7 +294,6 @@ mod tests {
         for (tag, bytes) in [(tags[0], 1), (tags[1], 2), (tags[0], 4), (tags[1], 8)] {
             holdings.of_mut(tag).bytes += bytes;
         }
-        assert_eq!(tags.map(|tag| holdings.bytes_of(tag)), [5, 10]);
-        assert_eq!(holdings.iter().count(), 2);
+        assert_eq!(holdings.iter().map(|held| held.bytes).collect::<Vec<_>>(), [5, 10]);
     }
 }

@@ -394,6 +394,7 @@ impl Span {
     /// Makes all mapped slots retiring, and closes the span.
     pub(crate) fn retire_whole(&self, work: PartsWork, until_free: UntilFree) {
         let mut state = self.state();
+        debug_assert!(!state.closed, "a span is freed twice");
         state.closed = true;
         let slots = std::mem::take(&mut state.mapped).into_iter().collect();
         state.retiring.push(RetiringSlots { slots, work, until_free });
@@ -459,7 +460,7 @@ impl Span {
     }
 
     /// Waits by `wait` for the work of retiring slots. Returns whether there was any.
-    pub(super) fn wait(&self, wait: impl Fn(&Timeline, u64) -> Result<bool>) -> Result<bool> {
+    pub(crate) fn wait(&self, wait: impl Fn(&Timeline, u64) -> Result<bool>) -> Result<bool> {
         if self.registrations() > 0 {
             return Ok(false);
         }

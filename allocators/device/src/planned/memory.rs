@@ -6,14 +6,12 @@ use crate::{
     base::{
         driver::{check_stream_device, owner_of_freed},
         extent::{LazyBox, PackedRequest, UntilFree},
-        part_bounds::PartBounds,
         pending::{DeferredFree, PartsWork, PendingUses, StreamDeps, latest, raise},
         released::Released,
-        usage::{LiveBytes, LiveUsage, TagHoldings},
+        usage::{LiveUsage, PEAK_SLACK, TagHoldings},
     },
     block::{DriverBlock, ReleaseBlock},
     dedicated::{DedicatedPool, Span},
-    peaks::{PeakPart, PoolPeaks},
     pool_core::{PoolCore, count},
 };
 use aquifer_core::{
@@ -26,28 +24,19 @@ use aquifer_formats::plan::{PlanAnswer, PlanCursor};
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use std::{
     mem,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 /// The memory of a plan. The pool's hook and the live blocks hold references.
 pub(super) struct PlannedMemory {
     pub(super) dedicated: Arc<DedicatedPool>,
     pub(super) span: Arc<Span>,
-    /// The peaks of the pool, of which this memory is a part.
-    peaks: Arc<PoolPeaks>,
     streams: StreamPool,
     /// Whether a stream may wait on the device for another one.
     waits: bool,
-    state: Arc<LockedState>,
+    /// The lock of `dedicated` comes before it, so that is not called under it.
+    state: Mutex<State>,
 }
-
-/// The state behind its lock. The locks of `dedicated` and `peaks` come before it, so neither is
-/// called under it.
-///
-/// The peaks look at it by a reference of their own, which may be the last one, under these locks.
-/// The range has been given back by then, and the state has no block and no stream left, whose drop
-/// could call the driver.
-struct LockedState(Mutex<State>);
 
 pub(super) struct State {
     pub(super) cursor: PlanCursor,
@@ -56,8 +45,6 @@ pub(super) struct State {
     /// Freed blocks that streams still use of which the plan does not know.
     pub(super) held: Vec<DeferredFree>,
     pub(super) usage: LiveUsage,
-    /// How far the live bytes may rise.
-    bounds: PartBounds,
     pub(super) by_tag: TagHoldings,
     /// Bytes of the blocks in `held`.
     pub(super) pending: u64,
@@ -126,24 +113,20 @@ impl Place {
 impl PlannedMemory {
     pub(super) fn new(core: &PoolCore, span: Arc<Span>, cursor: PlanCursor) -> Arc<Self> {
         let blocks = cursor.plan().blocks().len();
-        let state = Arc::new(LockedState(Mutex::new(State {
+        let state = Mutex::new(State {
             cursor,
             places: std::iter::repeat_with(Place::default).take(blocks).collect(),
             streams: StreamBindings::default(),
             held: Vec::new(),
-            usage: LiveUsage::default(),
-            bounds: PartBounds::default(),
+            usage: core.live_usage(PEAK_SLACK),
             by_tag: TagHoldings::default(),
             pending: 0,
             is_closed: false,
             is_released: false,
-        })));
-        let part: Weak<LockedState> = Arc::downgrade(&state);
-        core.peaks.add_part(part);
+        });
         Arc::new(Self {
             dedicated: core.dedicated.clone(),
             span,
-            peaks: core.peaks.clone(),
             streams: core.streams().clone(),
             waits: core.config.adoption == Adoption::Wait,
             state,
@@ -151,7 +134,7 @@ impl PlannedMemory {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the bytes of the range.
@@ -330,10 +313,6 @@ impl PlannedMemory {
         );
         debug_assert!(address.is_multiple_of(request.alignment()), "a block is not aligned");
         state.usage.record_alloc(bytes, requested);
-        let now = state.usage.now();
-        if !state.bounds.contains(now) && !state.bounds.admit(now, self.peaks.reserve()) {
-            left.note_above_limit();
-        }
         let holding = state.by_tag.of_mut(tag);
         holding.bytes += requested;
         holding.blocks += 1;
@@ -456,31 +435,12 @@ impl PlannedMemory {
 
     #[inline(never)]
     fn finish_lists(&self, mut left: Lists) {
-        if left.retired.is_some() {
-            // The live bytes never change again.
-            self.peaks.settle();
-        } else if left.is_above_limit {
-            self.peaks.settle_part();
-        }
         if let Some((work, until_free)) = left.retired.take() {
             self.dedicated.update_usage(|usage| usage.pending += self.span.bytes);
             self.span.retire_whole(work, until_free);
             self.dedicated.enqueue_retiring(&self.span);
         }
         self.dedicated.send(mem::take(&mut left.events));
-    }
-}
-
-impl LockedState {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl PeakPart for LockedState {
-    fn with_bounds(&self, visit: &mut dyn FnMut(LiveBytes, &mut PartBounds)) {
-        let state = &mut *self.lock();
-        visit(state.usage.now(), &mut state.bounds);
     }
 }
 
@@ -696,8 +656,6 @@ pub(super) struct Leftovers(LazyBox<Lists>);
 
 #[derive(Default)]
 pub(super) struct Lists {
-    /// Whether the live bytes have risen above their limit.
-    pub(super) is_above_limit: bool,
     /// The work that the range waits for before it is given back, and what is dropped then.
     pub(super) retired: Option<(PartsWork, UntilFree)>,
     frees: Vec<DeferredFree>,
@@ -711,13 +669,7 @@ impl Leftovers {
         Self(LazyBox::NONE)
     }
 
-    /// Takes the live bytes into account in the peaks of the pool, before a block is handed out.
-    #[cold]
-    pub(super) fn note_above_limit(&mut self) {
-        self.0.get_or_default().is_above_limit = true;
-    }
-
-    /// Gives the range back and drops `until_free` when `work` is over, and settles the peaks.
+    /// Gives the range back and drops `until_free` when `work` is over.
     pub(super) fn retire(&mut self, work: PartsWork, until_free: UntilFree) {
         self.0.get_or_default().retired = Some((work, until_free));
     }

@@ -11,7 +11,6 @@
 use crate::{
     Block, DevicePool, Request,
     block::BlockOwner,
-    direct::Direct,
     raw_table::raw_table,
     stream_cache::{BlockToken, RawToken, StreamCache},
 };
@@ -79,14 +78,11 @@ impl DevicePool {
     #[track_caller]
     #[inline]
     pub fn alloc_raw(&self, stream: &Stream, request: Request) -> Result<u64> {
-        let block = match self.core().fast_cache(stream, &request) {
-            Some(cache) => match cache.fast_alloc_raw(&request) {
-                Some(address) => return Ok(address),
-                None => self.alloc_after_cache(stream, request),
-            },
-            None => self.alloc_full(stream, request),
-        };
-        block.map(Block::into_raw)
+        let cache = self.core().fast_cache(stream, &request);
+        match cache.and_then(|cache| cache.fast_alloc_raw(&request)) {
+            Some(address) => Ok(address),
+            None => self.alloc_full(stream, request).map(Block::into_raw),
+        }
     }
 
     /// Returns the block of this pool that was [converted](Block::into_raw) to this address.
@@ -108,9 +104,6 @@ impl DevicePool {
     /// [`MemoryError::Busy`] while the block is [shared](DevicePool::share_raw). In each case
     /// nothing has changed.
     pub fn from_raw(&self, address: u64) -> Result<Block> {
-        if let Some(direct) = self.bypass(address) {
-            return direct.from_raw(address);
-        }
         let block = self.find(address, |cache| cache.take_raw(address, into_block));
         let block = block.or_else(|| {
             self.is_in_raw_table(address).then(|| raw_table().take_unique(address)).flatten()
@@ -139,9 +132,6 @@ impl DevicePool {
     /// # Errors
     /// As [`DevicePool::from_raw`], except [`MemoryError::Busy`].
     pub fn share_raw(&self, address: u64) -> Result<Arc<Block>> {
-        if let Some(direct) = self.bypass(address) {
-            return direct.allocator.share_raw(address);
-        }
         let block = self.find(address, |cache| cache.share_raw(address, into_block));
         let block = block.or_else(|| {
             self.is_in_raw_table(address).then(|| raw_table().share(address)).flatten()
@@ -159,12 +149,6 @@ impl DevicePool {
         Block::empty(self.streams(), &self.streams().legacy_default()?, Tag::NONE)
     }
 
-    /// Returns the bypass allocator, in which each block is its own allocation, unless the address
-    /// is one of a graph's, a stable or an empty block.
-    fn bypass(&self, address: u64) -> Option<&Direct> {
-        self.bypass_source().filter(|_| address != 0 && !self.is_in_raw_table(address))
-    }
-
     /// Returns whether a raw block of this pool that belongs to no cache has this address.
     fn is_in_raw_table(&self, address: u64) -> bool {
         raw_table().get(address).is_some_and(|block| match &block.owner {
@@ -178,9 +162,6 @@ impl DevicePool {
     /// # Errors
     /// As [`DevicePool::from_raw`], except [`MemoryError::Busy`].
     pub fn free_raw(&self, address: u64) -> Result<()> {
-        if let Some(direct) = self.bypass(address) {
-            return direct.allocator.free_raw(address);
-        }
         if self.find(address, |cache| cache.free_raw(address)).is_some() {
             return Ok(());
         }
@@ -251,7 +232,7 @@ impl DevicePool {
                 }
             })
         });
-        let shared = || self.core().memory.is_shared_free(address);
+        let shared = || core.memory.is_shared_free(address) || core.dedicated.was_freed(address);
         let checked = || self.checked().is_some_and(|checked| checked.was_freed(address));
         if freed || shared() || checked() {
             MemoryError::DoubleFree { address }

@@ -15,6 +15,13 @@ use aquifer_driver::{
 use aquifer_stream::Stream;
 use std::sync::{Arc, Mutex, PoisonError, atomic::Ordering};
 
+/// Draws bytes from a reservation, for memory that is charged as a whole: it makes room for it.
+pub(crate) fn draw(drawn: Option<&Mutex<Reservation>>, bytes: u64) {
+    if let Some(drawn) = drawn {
+        drop(drawn.lock().unwrap_or_else(PoisonError::into_inner).draw(bytes));
+    }
+}
+
 impl PoolCore {
     /// Checks a request. One for more than any device has is out of memory, like one for more than
     /// this device has.
@@ -28,6 +35,28 @@ impl PoolCore {
                 .unwrap_or(MemoryError::TooLarge { requested, limit: MAX_BYTES }),
             error => error,
         })
+    }
+
+    /// Allocates a block without [debugging](crate::Debugging). The request has been checked, and
+    /// contains the `bytes` of a user. Draws new memory from `drawn` first, which goes down by
+    /// `bytes` or more.
+    #[track_caller]
+    pub(crate) fn allocate_unchecked(
+        self: &Arc<Self>,
+        stream: &Stream,
+        request: Request,
+        drawn: Option<&Mutex<Reservation>>,
+        bytes: u64,
+    ) -> Result<Block> {
+        debug_assert!(bytes <= request.size(), "a block is smaller than what its user has");
+        if self.config.bypass {
+            draw(drawn, bytes);
+            return self.allocate_plain(stream, request);
+        }
+        match drawn {
+            None => self.allocate(stream, request),
+            Some(drawn) => self.allocate_drawing(stream, request, drawn, bytes),
+        }
     }
 
     /// Allocates a block from the stream's cache, or on the slow path. The request has been
@@ -48,7 +77,7 @@ impl PoolCore {
     /// As [`PoolCore::allocate`], and draws new memory from `held` first, which goes down by
     /// `bytes` or more.
     #[track_caller]
-    pub(crate) fn allocate_drawing(
+    fn allocate_drawing(
         self: &Arc<Self>,
         stream: &Stream,
         request: Request,

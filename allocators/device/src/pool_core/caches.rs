@@ -2,8 +2,8 @@
 
 use super::PoolCore;
 use crate::{
-    Block, Request,
-    base::{driver::check_stream_device, extent::BlockExtent, part_bounds::LimitReserve},
+    Request,
+    base::{driver::check_stream_device, extent::BlockExtent, usage::PeakRoom},
     request::ValidateRequest,
     stream_cache::{CacheHost, StreamCache, close::IdleCache},
 };
@@ -103,16 +103,6 @@ impl PoolCore {
         Ok(cache)
     }
 
-    /// Returns the block that the fast path has set aside for this request, if it has, after the
-    /// pool's peaks have taken it into account. To be called after the fast path only: it has
-    /// checked that no other path has to see the request.
-    pub(crate) fn settle_and_take(&self, stream: &Stream, request: &Request) -> Option<Block> {
-        let cache = self.known_cache(stream)?;
-        let token = cache.take_unsettled(request)?;
-        self.peaks.settle_cache(cache);
-        Some(Block::from_token(&token))
-    }
-
     pub(crate) fn idle_caches(&self) -> MutexGuard<'_, Vec<IdleCache>> {
         self.idle_caches.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -173,8 +163,8 @@ impl CacheHost for PoolCore {
         self.status.lines_id()
     }
 
-    fn limit_reserve(&self) -> &LimitReserve {
-        self.peaks.reserve()
+    fn peak_room(&self) -> &PeakRoom {
+        self.peaks.room()
     }
 
     fn ticket(&self) -> Option<EventTicket> {

@@ -46,11 +46,9 @@ impl PoolCore {
     /// last recorded. Calls the driver (`cuMemGetInfo`), so it is called only where the pool has
     /// grown or refuses a request, with no lock held. Memory that another thread takes or releases
     /// at the same time may count on either side.
-    ///
-    /// In bypass mode nothing is recorded: the pool does not hold the memory of its blocks.
     pub(crate) fn report_outside(&self) {
         let Some(recorder) = &self.config.recorder else { return };
-        if self.config.bypass || !recorder.accepts(Action::Outside) {
+        if !recorder.accepts(Action::Outside) {
             return;
         }
         // A capture in the strictest mode on another thread must not break.

@@ -5,7 +5,6 @@ use super::{
     fences::{FenceScope, WaitScope},
 };
 use crate::{
-    Resource,
     base::released::Released,
     stream_cache::{StreamCache, close::sweep_released},
 };
@@ -31,7 +30,6 @@ impl PoolCore {
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
         let mut released = Released::from(self.retry_releases());
         self.hooks().for_each(|hook| hook.release_charges());
-        let mut excess = false;
         released += self.dedicated.repeat_until_stable(|| {
             self.dedicated.synchronize_untracked()?;
             let pass = self.scratch.begin();
@@ -39,38 +37,22 @@ impl PoolCore {
             self.wait_unfenceable(&pass, &caches, WaitScope::Abandoned)?;
             let mut released = self.dedicated.reap();
             self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;
-            excess |= keep < self.held();
-            if excess {
+            if keep < self.held() {
                 released += self.release_free();
             }
             Ok(released)
         })?;
-        if excess {
-            self.retention.reset();
-        }
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
         let keep = keep.saturating_sub(self.dedicated.held().now()).max(self.retention.reserve());
-        let from_caches =
+        released +=
             self.release_idle(&caches, keep.min(self.retention.bytes_to_retain(live(&caches))));
-        if !excess {
-            self.retention.record_release(from_caches.bytes);
-        }
-        released += from_caches;
         // Retry what was refused just now. What is refused again stays charged and is reported.
         let (retried, swept) = self.retry_leftovers();
         released.bytes += retried;
         released
             .add_refusal(swept.map_err(|refused| MemoryError::driver(self.info.device, refused)));
         released.complete()
-    }
-
-    /// Gives free memory back in bypass mode: the pool's own, and then that of `direct`.
-    pub(crate) fn trim_with(&self, direct: &dyn Resource, keep: u64) -> Result<u64> {
-        // Dedicated memory comes from the pool itself in any case.
-        let gone = self.trim(keep)?;
-        let keep = keep.saturating_sub(self.dedicated.held().now());
-        Ok(gone + direct.trim(keep)?)
     }
 
     /// Drops what drivers keep for graphs that no longer exist, and retries releases that the
@@ -163,7 +145,8 @@ impl PoolCore {
         let caches = self.caches(&pass);
         let keep = self.retention.bytes_to_retain(live(&caches));
         if self.memory.held().now() > keep {
-            self.retention.record_release(self.release_idle(&caches, keep).bytes);
+            // What the driver refuses is retried by the next trim.
+            let _refused = self.release_idle(&caches, keep);
         }
     }
 

@@ -6,6 +6,7 @@
 //! publish from time to time. Nothing is read back.
 
 use super::PoolCore;
+use crate::base::usage::JointPeak;
 use aquifer_core::{PoolStats, event::BlockKind};
 use aquifer_status::{PoolFigures, tightest_limit};
 
@@ -13,22 +14,18 @@ use aquifer_status::{PoolFigures, tightest_limit};
 const ATTEMPTS: u32 = 16;
 
 impl PoolCore {
+    /// Returns the statistics. Memory that another thread moves meanwhile may be seen in two places,
+    /// so this is repeated until none has moved. If it never stops, memory that was seen twice is
+    /// subtracted: from what is free, since only that moves, then from the rest.
     pub(crate) fn stats(&self) -> PoolStats {
-        self.stats_with(PoolStats::default())
-    }
-
-    /// Adds what the pool holds to `others`. Memory that another thread moves meanwhile may be seen
-    /// in two places, so this is repeated until none has moved. If it never stops, memory that was
-    /// seen twice is subtracted: from what is free, since only that moves, then from the rest.
-    pub(crate) fn stats_with(&self, others: PoolStats) -> PoolStats {
         let version = || {
             let held = self.memory.held().now_of_pool();
             (self.memory.move_counts(), self.dedicated.releases_under_way(), held)
         };
-        let mut stats = others;
+        let mut stats = PoolStats::default();
         for _ in 0..ATTEMPTS {
             let before @ ((moves_begun, moves_ended), releases, _) = version();
-            stats = self.add_parts(others);
+            stats = self.add_parts();
             if moves_begun == moves_ended && releases == 0 && version() == before {
                 return stats;
             }
@@ -43,14 +40,15 @@ impl PoolCore {
         stats
     }
 
-    fn add_parts(&self, mut stats: PoolStats) -> PoolStats {
-        let peak = self.peaks.peak_with(|cache| {
-            cache.flush_last();
-            cache.add_to(&mut stats);
-        });
+    fn add_parts(&self) -> PoolStats {
+        let mut stats = PoolStats::default();
+        let pass = self.scratch.begin();
+        for cache in self.caches(&pass) {
+            cache.with(|cache| cache.add_to(&mut stats));
+        }
         self.add_beside_caches(&mut stats);
         self.dedicated.add_to(&mut stats);
-        peak.set_in(&mut stats);
+        self.peaks.peak().set_in(&mut stats);
         stats
     }
 
@@ -101,10 +99,14 @@ impl PoolCore {
             return PoolFigures { stats, limit, largest_free: None };
         }
         let (mut stats, mut largest_free) = (PoolStats::default(), 0);
-        let peak = self.peaks.peak_with(|cache| {
-            cache.publish(&mut stats);
-            largest_free = largest_free.max(cache.heap.largest_free());
-        });
+        let pass = self.scratch.begin();
+        for cache in self.caches(&pass) {
+            cache.with_unflushed(|cache| {
+                cache.publish(&mut stats);
+                largest_free = largest_free.max(cache.heap.largest_free());
+            });
+        }
+        let peak = self.peaks.peak();
         self.add_beside_caches(&mut stats);
         (stats.peak_live, stats.peak_requested) = (peak.live, peak.requested);
         PoolFigures { stats, limit, largest_free: Some(largest_free) }

@@ -53,18 +53,6 @@ impl PoolCore {
         MemoryError::OutOfMemory(Box::new(error))
     }
 
-    /// Adds what the pool itself holds to the error of the driver's allocator, in bypass mode.
-    pub(crate) fn add_own(&self, error: MemoryError) -> MemoryError {
-        let MemoryError::OutOfMemory(mut full) = error else { return error };
-        full.graphs = self.stats().graphs;
-        self.dedicated
-            .holdings()
-            .into_iter()
-            .for_each(|holding| add_holding(&mut full.holders, holding));
-        full.holders.sort_by_key(|holding| std::cmp::Reverse(holding.bytes));
-        MemoryError::OutOfMemory(full)
-    }
-
     /// Returns an error for a request of `bytes` that exceeds the device's whole memory, or `None`
     /// for a smaller one. No memory is reclaimed for such a request.
     pub(crate) fn refuse_oversized(&self, bytes: u64, tag: Tag) -> Option<MemoryError> {

@@ -67,7 +67,7 @@ impl PoolCore {
             Some(taken) => Ok(taken),
             None => {
                 let mut error = self.explain(wanted, None, progress);
-                error.of_whole_handles = true;
+                error.of_whole_handles = !self.dedicated.is_plain();
                 Err(MemoryError::OutOfMemory(Box::new(error)))
             }
         }

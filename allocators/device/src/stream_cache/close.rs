@@ -12,7 +12,7 @@
 //! correct.
 
 use super::{Binding, CacheHost, CacheState, CacheUsage, CollectMode, StreamCache, UNBOUND};
-use crate::base::{addresses::AddressDirectory, part_bounds::PartBounds, released};
+use crate::base::{addresses::AddressDirectory, released, usage::LiveBytes};
 use aquifer_core::MemoryError;
 use aquifer_heap::{Config, Heap};
 use aquifer_stream::{LastUse, Timeline};
@@ -167,12 +167,9 @@ impl CacheState {
             return None;
         }
         debug_assert_eq!(self.usage.requested, 0, "a cache without blocks counts some");
-        debug_assert!(
-            self.raw.is_empty() && self.unsettled.is_empty(),
-            "a block outlives its cache"
-        );
+        debug_assert!(self.raw.is_empty(), "a block outlives its cache");
         self.usage = CacheUsage::default();
-        self.bounds = PartBounds::default();
+        self.highest = LiveBytes::default();
         self.last_free = 0;
         self.skip_collects = 0;
         self.needs_follow_up = false;
@@ -206,7 +203,7 @@ impl StreamCache {
                 return None;
             }
             debug_assert_eq!(s.blocks(), 0, "blocks without memory");
-            debug_assert!(s.raw.is_empty() && s.unsettled.is_empty(), "a block outlives its cache");
+            debug_assert!(s.raw.is_empty(), "a block outlives its cache");
             let Binding { pool, directory, number, timeline, open } = s.binding.take()?;
             match Arc::try_unwrap(timeline) {
                 Ok(timeline) => {
@@ -240,7 +237,7 @@ impl IdleCache {
     pub(crate) fn retire(self) {
         self.cache.with(|s| {
             s.usage = CacheUsage::default();
-            s.bounds = PartBounds::default();
+            s.highest = LiveBytes::default();
             s.line_owner = 0;
             s.write_line();
         });

@@ -1,18 +1,17 @@
-//! Blocks that come directly from the driver's own allocators.
+//! Blocks of a [`RangeSource`]: a user's own, or one of the driver's allocators.
 //!
 //! Such an allocation costs half a microsecond or more, so its block carries an `Arc` of its
-//! allocator. A [`DriverSource`] covers what differs between the driver's allocators. Statistics,
-//! open uses and failed frees are handled here for all of them.
+//! allocator. Statistics, open uses and failed frees are handled here.
 
 use crate::{
-    Block, Request,
+    Block, Dependencies, RangeSource, Request,
     base::{
         addresses::FreedAddresses,
         driver::{check_stream_device, is_shortage, notify_observer, owner_of_freed},
         extent::PackedRequest,
         pending::{DeferredFree, PendingUses},
         released::release_or_strand,
-        usage::{LiveUsage, TagHoldings},
+        usage::LiveUsage,
     },
     block::{DriverBlock, ReleaseBlock},
     publisher::describe,
@@ -21,9 +20,8 @@ use crate::{
     request::ValidateRequest,
 };
 use aquifer_core::{
-    Budget, Charge, DeviceId, DriverError, MemoryError, OpaqueBlock, OutOfMemory, PoolStats,
-    Result, Tag,
-    budget::{Holding, HookRegistration},
+    Budget, Charge, DeviceId, MemoryError, OpaqueBlock, OutOfMemory, PoolStats, Result,
+    budget::HookRegistration,
 };
 use aquifer_driver::{DeviceRange, Driver, Ownership, site};
 use aquifer_status::{PoolFigures, PoolKind, PoolSlot, tightest_limit};
@@ -32,14 +30,14 @@ use std::{
     fmt,
     mem::ManuallyDrop,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
     },
     time::Instant,
 };
 
 /// The items of an [`Opaque`](aquifer_core::Opaque) implementation that forward to the field
-/// `allocator`, a [`DriverAllocator`]. Statistics are left to the implementation.
+/// `allocator`, a [`SourceAllocator`]. Statistics are left to the implementation.
 macro_rules! forward_to_allocator {
     () => {
         type Stream = aquifer_stream::Stream;
@@ -63,56 +61,20 @@ macro_rules! forward_to_allocator {
 }
 pub(crate) use forward_to_allocator;
 
-/// A call that frees memory, and can be repeated until it succeeds.
-pub(crate) type ReleaseCall = Box<dyn FnMut() -> Result<(), DriverError> + Send>;
-
-/// One of the driver's allocators.
-pub(crate) trait DriverSource: fmt::Debug + Send + Sync + 'static {
-    /// Allocates memory that work on `stream` may use. Returns its address, and a charge that is
-    /// its own.
-    fn allocate(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)>;
-
-    /// Frees a block behind its uses, all of which are stamped, with a wait of the host or of the
-    /// device.
-    fn deallocate(&self, block: &DeferredFree) -> Result<()>;
-
-    /// Waits for the work of a block whose allocator ends. Returns the call that frees it, for
-    /// [`release_or_strand`], or `None` if nothing can free it later.
-    fn release_later(&self, _block: &DeferredFree) -> Option<ReleaseCall> {
-        None
-    }
-
-    /// Returns the name that other processes are shown.
-    fn name(&self) -> &'static str;
-
-    /// Returns the alignment that every block has.
-    fn alignment(&self) -> u64 {
-        crate::BLOCK_ALIGN
-    }
-
-    /// Returns the budget that blocks are charged to, and the source's own registration there.
-    fn budget(&self) -> Option<(&Budget, Option<&HookRegistration>)>;
-
-    /// Returns the bytes held from the device, if they include more than the blocks.
-    fn reserved(&self) -> Option<u64> {
-        None
-    }
-
-    /// Releases unused reserved memory, down to `keep` bytes. Returns the bytes released.
-    fn trim(&self, _keep: u64) -> Result<u64> {
-        Ok(0)
-    }
-}
-
-/// A driver-backed allocator: a source with its statistics.
-pub(crate) struct DriverAllocator<S: DriverSource> {
-    pub(crate) source: S,
+/// A source with its statistics.
+pub(crate) struct SourceAllocator<S: RangeSource> {
+    pub(crate) source: Arc<S>,
+    /// What is charged for the blocks, or for what the source has reserved.
+    budget: Option<Budget>,
+    /// The registration with the budget of a source that charges what it has reserved. Blocks of
+    /// other sources are charged one by one.
+    pub(crate) registration: OnceLock<HookRegistration>,
     driver: Arc<dyn Driver>,
     streams: StreamPool,
     observed: bool,
     generations: AtomicU64,
     state: Mutex<State>,
-    /// What other processes are shown; `None` if another slot has these figures.
+    /// What other processes are shown; `None` for a device that is lost.
     status: Option<PoolSlot>,
     /// A reference to itself, for the notification that a use has ended.
     weak_self: Weak<Self>,
@@ -120,9 +82,9 @@ pub(crate) struct DriverAllocator<S: DriverSource> {
 
 /// Notified when the last open use of a freed block has ended. Keeps the allocator alive until
 /// then.
-struct RetryOnLastUse<S: DriverSource>(Arc<DriverAllocator<S>>);
+struct RetryOnLastUse<S: RangeSource>(Arc<SourceAllocator<S>>);
 
-impl<S: DriverSource> LastUse for RetryOnLastUse<S> {
+impl<S: RangeSource> LastUse for RetryOnLastUse<S> {
     fn ended(&self) {
         self.0.retry_deferred();
     }
@@ -140,8 +102,6 @@ struct State {
     /// The bytes that the source has last been found to hold, if they include more than the
     /// blocks.
     reserved: Option<u64>,
-    /// What each tag holds, for a pool that reports it.
-    by_tag: Option<TagHoldings>,
     /// Freed blocks with open uses, and blocks whose free failed. They stay charged.
     deferred: Vec<DeferredFree>,
     /// Blocks that were converted into raw addresses.
@@ -166,43 +126,35 @@ impl State {
     }
 }
 
-impl<S: DriverSource> DriverAllocator<S> {
+impl<S: RangeSource> SourceAllocator<S> {
     /// Creates an allocator whose figures other processes are shown as those of a pool.
-    pub(crate) fn new(source: S, driver: Arc<dyn Driver>, streams: StreamPool) -> Arc<Self> {
-        // The next pool reports a setting that is invalid.
-        let _ = aquifer_status::start();
-        let info = driver.device_info(streams.device()).ok();
-        let status = info
-            .map(|info| PoolSlot::open(describe(&*driver, &info, PoolKind::Source, source.name())));
-        let usage = LiveUsage::default();
-        let allocator = Self::with_status(source, driver, streams, status, usage, None);
-        allocator.publish(&allocator.state());
-        allocator
-    }
-
-    /// Creates an allocator with this slot, which counts in `usage`, and in `by_tag` if there is
-    /// one.
-    pub(crate) fn with_status(
+    pub(crate) fn new(
         source: S,
         driver: Arc<dyn Driver>,
         streams: StreamPool,
-        status: Option<PoolSlot>,
-        usage: LiveUsage,
-        by_tag: Option<TagHoldings>,
+        budget: Option<Budget>,
+        name: &'static str,
     ) -> Arc<Self> {
+        // The next pool reports a setting that is invalid.
+        let _ = aquifer_status::start();
+        let info = driver.device_info(streams.device()).ok();
+        let status =
+            info.map(|info| PoolSlot::open(describe(&*driver, &info, PoolKind::Source, name)));
         let observed = driver.observer().is_some();
-        let state = Mutex::new(State { usage, by_tag, ..State::default() });
-        let generations = AtomicU64::new(1);
-        Arc::new_cyclic(|weak_self| Self {
-            source,
+        let allocator = Arc::new_cyclic(|weak_self| Self {
+            source: Arc::new(source),
+            budget,
+            registration: OnceLock::new(),
             driver,
             streams,
             observed,
-            generations,
-            state,
+            generations: AtomicU64::new(1),
+            state: Mutex::default(),
             status,
             weak_self: weak_self.clone(),
-        })
+        });
+        allocator.publish(&allocator.state());
+        allocator
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -221,7 +173,6 @@ impl<S: DriverSource> DriverAllocator<S> {
         let checked = request.checked();
         let request = checked.map_err(|error| self.explain_refusal(request.size(), error))?;
         check_stream_device(&*self.driver, self.device(), stream.timeline())?;
-        // The driver aligns to at least 256 bytes, and guarantees no more.
         if request.alignment() > self.source.alignment() {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
@@ -255,11 +206,6 @@ impl<S: DriverSource> DriverAllocator<S> {
         {
             let mut state = self.state();
             state.freed.remove(address);
-            if let Some(by_tag) = &mut state.by_tag {
-                let holding = by_tag.of_mut(request.owner());
-                (holding.bytes, holding.blocks) =
-                    (holding.bytes + request.size(), holding.blocks + 1);
-            }
             state.usage.record_alloc(request.size(), request.size());
             if self.source.reserved().is_none() {
                 state.physical += request.size();
@@ -301,21 +247,26 @@ impl<S: DriverSource> DriverAllocator<S> {
             MemoryError::TooLarge { requested, limit } if requested <= limit => {}
             other => return other,
         }
-        if let (Some(_), Some((budget, _))) = (full.refused, self.source.budget()) {
+        if let (Some(_), Some(budget)) = (full.refused, &self.budget) {
             full.raise = budget.raises(missing, 0);
         }
         full.capacity = self.driver.device_info(device).map_or(0, |info| info.memory);
         let stats = self.stats();
         (full.live, full.cached) = (stats.live, stats.cached);
         (full.pending, full.physical) = (stats.pending, stats.physical);
-        full.holders = self.holdings();
         MemoryError::OutOfMemory(Box::new(full))
     }
 
     /// Allocates from the source, and reclaims from others without waiting while it has no memory.
     fn allocate_with_reclaim(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
-        let mut allocated = self.source.allocate(stream, bytes);
-        let Some((budget, own)) = self.source.budget().filter(|_| allocated.is_err()) else {
+        let own = self.registration.get();
+        let allocate = || {
+            let budget = self.budget.as_ref().filter(|_| own.is_none());
+            let charge = budget.map(|budget| budget.charge(bytes)).transpose()?;
+            Ok((self.source.allocate(stream, bytes)?, charge))
+        };
+        let mut allocated = allocate();
+        let Some(budget) = self.budget.as_ref().filter(|_| allocated.is_err()) else {
             return allocated;
         };
         let mut reclaimers = Reclaimers::new(budget, own, &*self.driver, self.device());
@@ -331,27 +282,8 @@ impl<S: DriverSource> DriverAllocator<S> {
             if reclaimed.is_none() {
                 return allocated;
             }
-            allocated = self.source.allocate(stream, bytes);
+            allocated = allocate();
         }
-    }
-
-    /// Returns what live blocks of each tag hold, most first, if that is counted.
-    fn holdings(&self) -> Vec<Holding> {
-        let state = self.state();
-        let mut holdings: Vec<Holding> = state
-            .by_tag
-            .iter()
-            .flat_map(TagHoldings::iter)
-            .filter(|h| h.bytes > 0)
-            .copied()
-            .collect();
-        holdings.sort_by_key(|holding| std::cmp::Reverse(holding.bytes));
-        holdings
-    }
-
-    /// Returns the bytes that live blocks of this tag hold, or 0 if that is not counted.
-    pub(crate) fn held_by(&self, tag: Tag) -> u64 {
-        self.state().by_tag.as_ref().map_or(0, |by_tag| by_tag.bytes_of(tag))
     }
 
     /// Returns the bytes in blocks, live or pending.
@@ -365,20 +297,6 @@ impl<S: DriverSource> DriverAllocator<S> {
         let mut state = self.state();
         let block = state.raw.take_unique(address);
         block.unwrap_or_else(|| Err(state.freed.refuse(address)))
-    }
-
-    pub(crate) fn share_raw(&self, address: u64) -> Result<Arc<Block>> {
-        let state = self.state();
-        state.raw.share(address).ok_or_else(|| state.freed.refuse(address))
-    }
-
-    pub(crate) fn free_raw(&self, address: u64) -> Result<()> {
-        // The drop of the block takes the lock again.
-        let block = {
-            let mut state = self.state();
-            state.raw.remove(address).ok_or_else(|| state.freed.refuse(address))
-        };
-        block.map(drop)
     }
 
     /// Retries to free the deferred blocks.
@@ -397,7 +315,7 @@ impl<S: DriverSource> DriverAllocator<S> {
                 None => return,
             }
         }
-        if self.source.deallocate(&block).is_err() {
+        if give(&*self.source, &block).is_err() {
             block.work.fence_at_once();
             self.state().deferred.push(block);
             return;
@@ -405,6 +323,7 @@ impl<S: DriverSource> DriverAllocator<S> {
         drop(block.until_free);
         let is_reserved = self.source.reserved().is_some();
         let mut state = self.state();
+        debug_assert!(state.pending >= block.bytes, "a block is freed that was not pending");
         state.pending -= block.bytes;
         if !is_reserved {
             state.physical -= block.bytes;
@@ -442,18 +361,10 @@ impl<S: DriverSource> DriverAllocator<S> {
         if let Some(status) = &self.status {
             status.publish(|| PoolFigures {
                 stats: state.stats(),
-                limit: self.source.budget().and_then(|(budget, _)| tightest_limit(budget)),
+                limit: self.budget.as_ref().and_then(tightest_limit),
                 largest_free: None,
             });
         }
-    }
-
-    /// Sets the peaks to what is held now, except for those that the driver counts.
-    pub(crate) fn reset_peaks(&self) {
-        let mut state = self.state();
-        state.usage.reset_peaks();
-        state.peak_physical = state.physical;
-        self.publish(&state);
     }
 
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
@@ -462,7 +373,7 @@ impl<S: DriverSource> DriverAllocator<S> {
     }
 }
 
-impl<S: DriverSource> ReleaseBlock for DriverAllocator<S> {
+impl<S: RangeSource> ReleaseBlock for SourceAllocator<S> {
     fn insert_raw(&self, block: Block) -> Option<Block> {
         self.state().raw.insert(block);
         None
@@ -472,48 +383,62 @@ impl<S: DriverSource> ReleaseBlock for DriverAllocator<S> {
         {
             let mut state = self.state();
             state.freed.insert(block.address);
-            if let Some(by_tag) = &mut state.by_tag {
-                let holding = by_tag.of_mut(block.tag);
-                (holding.bytes, holding.blocks) = (holding.bytes - block.bytes, holding.blocks - 1);
-            }
             state.usage.record_free(block.bytes, block.bytes);
             state.pending += block.bytes;
             self.publish(&state);
         }
-        let range =
-            DeviceRange { device: self.device(), address: block.address, bytes: block.bytes };
         let users = block.users();
-        notify_observer(&self.driver, block.generation, range, owner_of_freed(&users));
+        notify_observer(&self.driver, block.generation, range_of(&block), owner_of_freed(&users));
         self.deallocate_or_defer(block);
     }
 }
 
-impl<S: DriverSource> Drop for DriverAllocator<S> {
+impl<S: RangeSource> Drop for SourceAllocator<S> {
     fn drop(&mut self) {
         self.retry_deferred();
         // Blocks left here have open uses that cannot end any more, or their free was refused.
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        debug_assert_eq!(state.usage.live(), 0, "a live block does not keep its allocator");
         for block in state.deferred.drain(..) {
-            let release =
-                if block.work.uses.has_open() { None } else { self.source.release_later(&block) };
-            let Some(release) = release else {
+            if block.work.uses.has_open() {
                 // Nothing can free it any more.
                 let _still_charged = ManuallyDrop::new(block.until_free);
                 continue;
+            }
+            let (source, budget, bytes) = (self.source.clone(), self.budget.clone(), block.bytes);
+            let give_again = move |block: &mut DeferredFree| {
+                match give(&*source, block) {
+                    Err(MemoryError::Driver(refused)) => return Err(refused),
+                    Err(_) => {
+                        // The source does not say when it would take it.
+                        let _still_charged = ManuallyDrop::new(block.until_free.take());
+                    }
+                    Ok(()) => {}
+                }
+                Ok(())
             };
-            let (budget, bytes) = (self.source.budget().map(|(b, _)| b.clone()), block.bytes);
-            release_or_strand(
-                &self.driver,
-                (release, block.until_free),
-                |(release, _)| release(),
-                move |_| budget.iter().map(|budget| budget.count_stranded(bytes)).collect(),
-            );
+            release_or_strand(&self.driver, block, give_again, move |_| {
+                budget.iter().map(|budget| budget.count_stranded(bytes)).collect()
+            });
         }
     }
 }
 
-impl<S: DriverSource> fmt::Debug for DriverAllocator<S> {
+fn range_of(block: &DeferredFree) -> DeviceRange {
+    DeviceRange {
+        device: block.timeline.raw().device(),
+        address: block.address,
+        bytes: block.bytes,
+    }
+}
+
+/// Returns a freed block, all of whose uses are stamped, to its source.
+fn give(source: &impl RangeSource, freed: &DeferredFree) -> Result<()> {
+    source.deallocate(range_of(freed), &Dependencies { freed })
+}
+
+impl<S: RangeSource> fmt::Debug for SourceAllocator<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DriverAllocator").field("source", &self.source).finish_non_exhaustive()
+        f.debug_struct("SourceAllocator").field("source", &self.source).finish_non_exhaustive()
     }
 }
