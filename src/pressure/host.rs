@@ -32,9 +32,16 @@ const NOMINAL_INTERVAL: Duration = Duration::from_secs(1);
 const PRESSURE_INTERVAL: Duration = Duration::from_millis(250);
 /// Consecutive readings with a lower result after which the level falls by one.
 const CALM_READINGS: u32 = 4;
-/// The level is a warning if some thread waited for memory for one part in this many of the time
-/// since the last reading. The averages of ten seconds show that later.
-const STALLED_PART: u32 = 10;
+/// Below this share left, in per cent, the level is [`Level::Warning`].
+const WARNING_LEFT: u64 = 10;
+/// Below this share left, in per cent, the level is [`Level::Critical`]. Pinned pools do not grow
+/// into this share.
+const CRITICAL_LEFT: u64 = 5;
+/// How much more than the threshold has to be left before the level falls again, in per cent.
+const SLACK: u64 = 2;
+/// The share of the last ten seconds, in hundredths of a per cent, from which the level is a warning
+/// if some thread waited for memory, and critical if all did.
+const STALLED: u32 = 1000;
 /// How long reclaimers other than our pools may take.
 const RECLAIM_TIMEOUT: Duration = Duration::from_millis(100);
 
@@ -43,8 +50,12 @@ const RECLAIM_TIMEOUT: Duration = Duration::from_millis(100);
 /// counted and otherwise ignored.
 type HostHook = dyn Fn(Level, Level, &Strain) + Send + Sync;
 
-/// The thresholds at which host memory counts as scarce. Shares are of the host's memory, or of the
-/// tightest limit of the process's control groups.
+/// What is done when host memory is scarce.
+///
+/// The level is [`Level::Warning`] if less than 10 per cent of the host's memory is left, or of the
+/// tightest limit of the process's control groups, if a group was held up at its `memory.high`, or
+/// if some thread waited for memory for a tenth of the last ten seconds. It is [`Level::Critical`]
+/// below 5 per cent, if a group met its limit, or if all threads waited.
 ///
 /// ```
 /// use aquifer::{Runtime, pressure::{HostWatch, Level}, sim::Sim};
@@ -57,42 +68,14 @@ type HostHook = dyn Fn(Level, Level, &Strain) + Send + Sync;
 /// assert!(rt.pressure().host.is_some());
 /// # Ok::<(), aquifer::MemoryError>(())
 /// ```
-#[derive(Clone)]
+#[derive(Clone, Default)]
 #[non_exhaustive]
 pub struct HostWatch {
-    /// Below this share left, in per cent, the level is [`Level::Warning`]. Default 10.
-    pub warning_left: u64,
-    /// Below this share left, in per cent, the level is [`Level::Critical`]. Pinned pools do not
-    /// grow into this share. Default 5.
-    pub critical_left: u64,
-    /// How much more than the threshold has to be left before the level falls again, in per cent.
-    /// Default 2.
-    pub slack: u64,
-    /// The share of the last ten seconds in which some thread waited for memory, in per cent, from
-    /// which the level is a warning. Default 10.
-    pub some_stalls: u32,
-    /// The share of the last ten seconds in which all threads waited for memory, in per cent, from
-    /// which the level is critical. Default 10.
-    pub full_stalls: u32,
     /// Whether pinned memory is released at once when the level is critical, although that stalls
     /// the devices. Default `false`. Without a device nothing stalls, and memory is released at
     /// once in any case.
     pub may_stall: bool,
     hook: Option<Arc<HostHook>>,
-}
-
-impl Default for HostWatch {
-    fn default() -> Self {
-        Self {
-            warning_left: 10,
-            critical_left: 5,
-            slack: 2,
-            some_stalls: 10,
-            full_stalls: 10,
-            may_stall: false,
-            hook: None,
-        }
-    }
 }
 
 impl HostWatch {
@@ -105,66 +88,45 @@ impl HostWatch {
         self.hook = Some(Arc::new(hook));
         self
     }
+}
 
-    /// Returns the level for one reading alone. `now` is the current level: falling below it takes
-    /// some slack.
-    fn level(
-        &self,
-        now: Level,
-        total: u64,
-        left: Option<u64>,
-        new_events: GroupEvents,
-        reading: &StallReading,
-    ) -> Level {
-        let per_cent = |share: u64| total / 100 * share;
-        let below = |share: u64, at: Level| {
-            let share = if now >= at { share + self.slack } else { share };
-            left.is_some_and(|left| left < per_cent(share))
-        };
-        // The averages decay over ten seconds. A level ends when they fall to half of the
-        // threshold.
-        let stalled = |share: u32, threshold: u32, at: Level| {
-            let threshold = threshold * 100;
-            threshold > 0 && share >= if now >= at { threshold / 2 } else { threshold }
-        };
-        let Stalls { some, full, .. } = reading.stalls;
-        if below(self.critical_left, Level::Critical)
-            || new_events.max + new_events.oom + new_events.oom_kill > 0
-            || stalled(full, self.full_stalls, Level::Critical)
-        {
-            Level::Critical
-        } else if below(self.warning_left, Level::Warning)
-            || new_events.high > 0
-            || reading.alarm
-            || stalled(some, self.some_stalls, Level::Warning)
-        {
-            Level::Warning
-        } else {
-            Level::Nominal
-        }
+/// Returns the level for one reading alone. `now` is the current level: falling below it takes some
+/// slack.
+fn level_of(
+    now: Level,
+    total: u64,
+    left: Option<u64>,
+    new_events: GroupEvents,
+    stalls: Stalls,
+) -> Level {
+    let below = |share: u64, at: Level| {
+        let share = if now >= at { share + SLACK } else { share };
+        left.is_some_and(|left| left < total / 100 * share)
+    };
+    // The averages decay over ten seconds. A level ends when they fall to half of the threshold.
+    let stalled = |share: u32, at: Level| share >= if now >= at { STALLED / 2 } else { STALLED };
+    if below(CRITICAL_LEFT, Level::Critical)
+        || new_events.max + new_events.oom + new_events.oom_kill > 0
+        || stalled(stalls.full, Level::Critical)
+    {
+        Level::Critical
+    } else if below(WARNING_LEFT, Level::Warning)
+        || new_events.high > 0
+        || stalled(stalls.some, Level::Warning)
+    {
+        Level::Warning
+    } else {
+        Level::Nominal
     }
 }
 
 impl fmt::Debug for HostWatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HostWatch")
-            .field("warning_left", &self.warning_left)
-            .field("critical_left", &self.critical_left)
-            .field("slack", &self.slack)
-            .field("some_stalls", &self.some_stalls)
-            .field("full_stalls", &self.full_stalls)
             .field("may_stall", &self.may_stall)
             .field("hook", &self.hook.is_some())
             .finish()
     }
-}
-
-/// What a reading reports about stalls.
-#[derive(Clone, Copy, Default, Debug)]
-struct StallReading {
-    stalls: Stalls,
-    /// Whether threads waited long since the last reading.
-    alarm: bool,
 }
 
 /// State between readings.
@@ -191,13 +153,7 @@ impl LevelState {
 
     /// Evaluates a reading. The level rises at once. It falls by one after [`CALM_READINGS`]
     /// consecutive lower readings.
-    fn assess(
-        &mut self,
-        watch: &HostWatch,
-        total: u64,
-        strain: &Strain,
-        alarm: bool,
-    ) -> Assessment {
+    fn assess(&mut self, total: u64, strain: &Strain) -> Assessment {
         let events = strain.events.value;
         let new_events = self
             .events
@@ -205,8 +161,8 @@ impl LevelState {
             .map_or(GroupEvents::default(), |(before, now)| new_events(before, now));
         self.events = events;
         let left = strain.headroom.bytes.value;
-        let reading = StallReading { stalls: strain.stalls.value.unwrap_or_default(), alarm };
-        let level = watch.level(self.level, total, left, new_events, &reading);
+        let stalls = strain.stalls.value.unwrap_or_default();
+        let level = level_of(self.level, total, left, new_events, stalls);
         if level < self.level {
             self.calm += 1;
             if self.calm >= CALM_READINGS {
@@ -217,8 +173,7 @@ impl LevelState {
             (self.level, self.calm) = (level, 0);
         }
         let per_cent = |share: u64| total / 100 * share;
-        let short =
-            left.map_or(0, |left| per_cent(watch.warning_left + watch.slack).saturating_sub(left));
+        let short = left.map_or(0, |left| per_cent(WARNING_LEFT + SLACK).saturating_sub(left));
         let wanted = match self.level {
             Level::Nominal => 0,
             // Memory is scarce although enough is left: other processes stall, and releasing ours
@@ -376,22 +331,17 @@ impl HostMonitor {
         let total = self.topology.host_memory()?.value.unwrap_or(0);
         let before = self.state.level;
         let ceiling = &self.pinned.ceiling;
-        let critical = total / 100 * self.watch.critical_left;
+        let critical = total / 100 * CRITICAL_LEFT;
         // The figure is read within `follow`, so that the ceiling matches the count of that moment.
         let strain = ceiling.follow(critical, || {
             let strain = self.topology.strain()?;
             let left = strain.headroom.bytes.value.unwrap_or(u64::MAX);
             Ok::<_, TopologyError>((strain, left))
         })?;
-        let waited = |strain: &Strain| strain.stalls.value.unwrap_or_default().some_total;
-        let alarm = lock(&self.status).last_reading.as_ref().is_some_and(|(before, at)| {
-            waited(&strain).saturating_sub(waited(before)) * STALLED_PART > at.elapsed()
-        });
-        let Assessment { level, wanted } = self.state.assess(&self.watch, total, &strain, alarm);
+        let Assessment { level, wanted } = self.state.assess(total, &strain);
         {
             let mut status = lock(&self.status);
             status.report.looks += 1;
-            status.report.alarms += u64::from(alarm);
             status.report.rises += u64::from(level > before);
             status.report.level = level;
             status.report.wanted = wanted;
@@ -464,66 +414,59 @@ mod tests {
     #[test]
     fn each_source_raises_the_level_at_once_and_it_falls_stepwise_after_calm_readings() {
         use Level::{Critical, Nominal, Warning};
-        let (watch, template) = (HostWatch::default(), any());
+        let template = any();
         let calm = Reading(50, 0, 0, 0, 0);
-        // Each step: a reading, whether the alarm went off, and the level after it.
+        // Each step: a reading, and the level after it.
         for (name, steps) in [
-            (
-                "little is left",
-                vec![(calm, false, Nominal), (Reading(9, 0, 0, 0, 0), false, Warning)],
-            ),
-            ("hardly any is left", vec![(Reading(4, 0, 0, 0, 0), false, Critical)]),
-            ("the edge itself is none", vec![(Reading(10, 0, 0, 0, 0), false, Nominal)]),
-            ("some wait", vec![(Reading(50, 10, 9, 0, 0), false, Warning)]),
-            ("all wait", vec![(Reading(50, 10, 10, 0, 0), false, Critical)]),
-            ("threads waited", vec![(calm, true, Warning)]),
-            ("counts of before", vec![(Reading(50, 0, 0, 7, 9), false, Nominal)]),
+            ("little is left", vec![(calm, Nominal), (Reading(9, 0, 0, 0, 0), Warning)]),
+            ("hardly any is left", vec![(Reading(4, 0, 0, 0, 0), Critical)]),
+            ("the edge itself is none", vec![(Reading(10, 0, 0, 0, 0), Nominal)]),
+            ("some wait", vec![(Reading(50, 10, 9, 0, 0), Warning)]),
+            ("all wait", vec![(Reading(50, 10, 10, 0, 0), Critical)]),
+            ("counts of before", vec![(Reading(50, 0, 0, 7, 9), Nominal)]),
             (
                 "a limit is met",
-                vec![
-                    (Reading(50, 0, 0, 7, 0), false, Nominal),
-                    (Reading(50, 0, 0, 8, 0), false, Critical),
-                ],
+                vec![(Reading(50, 0, 0, 7, 0), Nominal), (Reading(50, 0, 0, 8, 0), Critical)],
             ),
-            ("held up", vec![(calm, false, Nominal), (Reading(50, 0, 0, 0, 1), false, Warning)]),
+            ("held up", vec![(calm, Nominal), (Reading(50, 0, 0, 0, 1), Warning)]),
             (
                 "within the slack it stays, and beyond it falls after four readings",
                 [
-                    vec![(Reading(9, 0, 0, 0, 0), false, Warning)],
-                    vec![(Reading(11, 0, 0, 0, 0), false, Warning); 8],
+                    vec![(Reading(9, 0, 0, 0, 0), Warning)],
+                    vec![(Reading(11, 0, 0, 0, 0), Warning); 8],
                 ]
                 .concat()
                 .into_iter()
-                .chain([(Reading(12, 0, 0, 0, 0), false, Warning); 3])
-                .chain([(Reading(12, 0, 0, 0, 0), false, Nominal)])
+                .chain([(Reading(12, 0, 0, 0, 0), Warning); 3])
+                .chain([(Reading(12, 0, 0, 0, 0), Nominal)])
                 .collect(),
             ),
             (
                 "by one at a time",
-                [(Reading(4, 0, 0, 0, 0), false, Critical)]
+                [(Reading(4, 0, 0, 0, 0), Critical)]
                     .into_iter()
-                    .chain([(calm, false, Critical); 3])
-                    .chain([(calm, false, Warning); 4])
-                    .chain([(calm, false, Nominal)])
+                    .chain([(calm, Critical); 3])
+                    .chain([(calm, Warning); 4])
+                    .chain([(calm, Nominal)])
                     .collect(),
             ),
             (
                 "a reading that is not calm restarts the count",
                 vec![
-                    (Reading(9, 0, 0, 0, 0), false, Warning),
-                    (calm, false, Warning),
-                    (calm, false, Warning),
-                    (calm, true, Warning),
-                    (calm, false, Warning),
-                    (calm, false, Warning),
-                    (calm, false, Warning),
-                    (calm, false, Nominal),
+                    (Reading(9, 0, 0, 0, 0), Warning),
+                    (calm, Warning),
+                    (calm, Warning),
+                    (Reading(9, 0, 0, 0, 0), Warning),
+                    (calm, Warning),
+                    (calm, Warning),
+                    (calm, Warning),
+                    (calm, Nominal),
                 ],
             ),
         ] {
             let mut state = LevelState::start();
-            for (step, (read, alarm, level)) in steps.into_iter().enumerate() {
-                let assessment = state.assess(&watch, ALL, &strain(&template, read), alarm);
+            for (step, (read, level)) in steps.into_iter().enumerate() {
+                let assessment = state.assess(ALL, &strain(&template, read));
                 assert_eq!(assessment.level, level, "{name}, step {step}");
             }
         }
@@ -531,19 +474,13 @@ mod tests {
 
     #[test]
     fn the_missing_bytes_are_wanted_and_all_bytes_if_the_level_is_critical() {
-        let (watch, template) = (HostWatch::default(), any());
-        let wanted = |read, alarm| {
-            LevelState::start().assess(&watch, ALL, &strain(&template, read), alarm).wanted
-        };
-        assert_eq!(wanted(Reading(50, 0, 0, 0, 0), false), 0);
-        assert_eq!(
-            wanted(Reading(9, 0, 0, 0, 0), false),
-            ALL / 100 * 3,
-            "up to where the level falls"
-        );
-        assert_eq!(wanted(Reading(50, 0, 0, 0, 0), true), ALL / 100, "stalls of other processes");
-        assert_eq!(wanted(Reading(1, 0, 0, 0, 0), false), u64::MAX);
-        let unknown = LevelState::start().assess(&watch, 0, &template, false);
+        let template = any();
+        let wanted = |read| LevelState::start().assess(ALL, &strain(&template, read)).wanted;
+        assert_eq!(wanted(Reading(50, 0, 0, 0, 0)), 0);
+        assert_eq!(wanted(Reading(9, 0, 0, 0, 0)), ALL / 100 * 3, "up to where the level falls");
+        assert_eq!(wanted(Reading(50, 10, 9, 0, 0)), ALL / 100, "stalls of other processes");
+        assert_eq!(wanted(Reading(1, 0, 0, 0, 0)), u64::MAX);
+        let unknown = LevelState::start().assess(0, &template);
         assert_eq!(unknown.wanted, 0, "an unknown figure is no pressure");
     }
 }

@@ -5,9 +5,10 @@ use aquifer_host::topology::{Strain, TopologyError};
 use std::time::Duration;
 
 /// How close memory is to its end.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Debug)]
 pub enum Level {
     /// There is enough.
+    #[default]
     Nominal,
     /// Cached memory that is cheap to release should be released.
     Warning,
@@ -110,7 +111,7 @@ pub struct HostReading {
 /// What was seen of the host, and what was done.
 ///
 /// [`Pressure`] has an example.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Default, Debug)]
 #[non_exhaustive]
 pub struct HostPressure {
     /// The current level.
@@ -119,8 +120,6 @@ pub struct HostPressure {
     pub reading: Option<HostReading>,
     /// The number of readings.
     pub looks: u64,
-    /// How often some thread waited for memory for a tenth of the time between two readings.
-    pub alarms: u64,
     /// How often the level has risen.
     pub rises: u64,
     /// Bytes that pinned pools should release at the next [quiet
@@ -132,20 +131,4 @@ pub struct HostPressure {
     pub panics: u64,
     /// Why the watch has ended: a file of the kernel could not be parsed.
     pub ended: Option<TopologyError>,
-}
-
-impl Default for HostPressure {
-    fn default() -> Self {
-        Self {
-            level: Level::Nominal,
-            reading: None,
-            looks: 0,
-            alarms: 0,
-            rises: 0,
-            wanted: 0,
-            given_back: 0,
-            panics: 0,
-            ended: None,
-        }
-    }
 }
