@@ -61,9 +61,7 @@ pub mod budget {
 
 /// Randomised tests of the contract of allocators: [`aquifer_adapters::conformance`].
 pub mod conformance {
-    pub use aquifer_adapters::conformance::{
-        ContractFault, ContractViolation, Suite, check, check_clone,
-    };
+    pub use aquifer_adapters::conformance::{ContractFault, ContractViolation, Suite, check};
 }
 
 /// The driver of NVIDIA GPUs, and memory that cudarc and this crate lend each other:
