@@ -61,9 +61,7 @@ pub mod budget {
 
 /// Randomised tests of the contract of allocators: [`aquifer_adapters::conformance`].
 pub mod conformance {
-    pub use aquifer_adapters::conformance::{
-        ContractFault, ContractViolation, Suite, check, check_clone,
-    };
+    pub use aquifer_adapters::conformance::{ContractFault, ContractViolation, Suite, check};
 }
 
 /// The driver of NVIDIA GPUs, and memory that cudarc and this crate lend each other:
@@ -97,13 +95,11 @@ pub mod error {
 
 /// Accounts, limits and reports of the [`Global`] allocator: [`aquifer_global`].
 pub mod global {
-    #[cfg(feature = "stacks")]
-    pub use aquifer_global::sample_every;
     pub use aquifer_global::{
-        Allocated, Counted, Held, SoftCap, Stats, Tracked, Uncounted, allocated_under, cap,
-        held_under, is_installed, is_soft_cap_exceeded, on_soft_cap, publish_status,
+        Allocated, Counted, Held, Stats, Tracked, Uncounted, allocated_under, cap, held_under,
+        is_installed, publish_status,
         report::{Report, ReportTo, report, report_at_exit},
-        reset_peak, set_cap, set_soft_cap, soft_cap, stacks, stats, top,
+        reset_peak, set_cap, stats, top,
     };
 }
 
@@ -127,8 +123,6 @@ pub mod sim {
 /// Whether other processes can read the memory figures of this one: [`aquifer_status`], which also
 /// has their reader.
 pub mod status {
-    #[cfg(feature = "opentelemetry")]
-    pub use aquifer_status::register_metrics;
     pub use aquifer_status::{disable, is_published};
 }
 

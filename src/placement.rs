@@ -13,10 +13,8 @@
 //! | `hash` | the hash of [`Policy::Affinity`], specified |
 //! | `device_set` | the devices: current free memory, health, generations |
 //! | `lease` | [`Lease`]: reserved bytes |
-//! | `choice` | the devices of a group, and all of them held or none |
-//! | `group` | several leases, all or none |
-//! | `waiting` | waiting until there is room: queues, wake-ups, deadlines |
-//! | `placing` | [`Placing`]: how one request waits; `grouping`, below `group`, how a group does |
+//! | `choice` | the devices of a request or group, and all of them held or none |
+//! | `placing` | [`Placing`]: waiting until there is room: queues, wake-ups, deadlines |
 //! | `source` | [`DeviceSource`], [`LedgerDevices`]: devices that are not this process's |
 //! | `error` | [`PlaceError`]: each device and the reason why it was rejected |
 //!
@@ -31,14 +29,12 @@ mod candidate;
 mod choice;
 mod device_set;
 mod error;
-mod group;
 mod hash;
 mod lease;
 mod placing;
 mod policy;
 mod request;
 mod source;
-mod waiting;
 
 pub use candidate::Candidate;
 pub use device_set::Health;
@@ -52,9 +48,10 @@ pub use request::{Group, Near, PlacementRequest};
 pub(crate) use source::memory_of;
 pub use source::{DeviceSource, LedgerDevices};
 
-use aquifer_core::{DeviceId, MemoryError, Result};
+use aquifer_core::{DeviceId, Reservation, Result};
 use aquifer_device::DevicePool;
-use device_set::{Member, Target};
+use choice::{Choice, Grant, Refusals, only};
+use device_set::Target;
 use error::RejectedDevice;
 use std::{
     fmt,
@@ -82,8 +79,6 @@ use std::{
 pub struct Placer {
     device_set: Arc<DeviceSet>,
     policy: Policy,
-    /// Weights by device index. Empty if all devices weigh the same.
-    weights: Arc<[u32]>,
     /// The number of placed requests: the position of round robin.
     turn: Arc<AtomicU64>,
 }
@@ -110,40 +105,9 @@ pub struct Device<'a> {
     pub pool: &'a DevicePool,
 }
 
-/// The devices that have rejected a request, as a set, and their errors.
-#[derive(Default)]
-struct Rejections {
-    devices: u64,
-    errors: Vec<(usize, MemoryError)>,
-}
-
-impl Rejections {
-    #[cold]
-    fn add(&mut self, index: usize, error: MemoryError) {
-        self.devices |= 1 << index;
-        self.errors.push((index, error));
-    }
-
-    fn reason(&self, index: usize) -> Option<RejectReason> {
-        let (_, error) = self.errors.iter().find(|(device, _)| *device == index)?;
-        Some(match error {
-            MemoryError::OutOfBudget(refused) => RejectReason::Budget(*refused),
-            MemoryError::DeviceLost { .. } => RejectReason::Lost,
-            other => RejectReason::Pool(other.clone()),
-        })
-    }
-}
-
 impl Placer {
     pub(crate) fn new(device_set: Arc<DeviceSet>, policy: Policy) -> Self {
-        let weights = match &policy {
-            Policy::Weighted(weights) => {
-                let pools = (0..device_set.len()).filter_map(|index| device_set.pool(index));
-                pools.map(|pool| weights.of(pool.device())).collect()
-            }
-            _ => Arc::default(),
-        };
-        Self { device_set, policy, weights, turn: Arc::default() }
+        Self { device_set, policy, turn: Arc::default() }
     }
 
     /// Chooses a device that satisfies `place` and reserves its bytes there, as [`Budget::reserve`]
@@ -162,155 +126,86 @@ impl Placer {
     ///
     /// [`Budget::reserve`]: aquifer_core::Budget::reserve
     pub fn place(&self, place: &PlacementRequest) -> Result<Lease, PlaceError> {
-        if place.size() == 0 {
-            return Err(PlaceError::ZeroSize);
-        }
-        let now = self.device_set.poll();
-        let turn = self.turn();
-        let mut rejections = Rejections::default();
-        // Ranking allocates. Only custom policies and `Near`, which inspects the topology first,
-        // need it.
-        if let Policy::Custom(_) | Policy::Near = self.policy {
-            if let Some(lease) = self.try_ranked(place, turn, now, &mut rejections)? {
-                return Ok(lease);
-            }
-        } else if let Some(lease) = self.try_each(place, turn, now, &mut rejections) {
-            return Ok(lease);
-        }
-        self.place_slowly(place, turn, rejections)
+        only(self.place_group(&Group::of(1, place.clone()))?)
     }
 
-    #[inline]
+    /// Places every shard of a group as [`Placer::place`] does, or none. Leases are in the order in
+    /// which the policy takes the devices. Does not block.
+    ///
+    /// # Errors
+    /// [`PlaceError`] with every device and the reason why it was not taken. Nothing is reserved.
+    pub fn place_group(&self, group: &Group) -> Result<Vec<Lease>, PlaceError> {
+        self.try_group(group, self.turn(), &mut None)
+    }
+
     fn turn(&self) -> u64 {
         if self.policy.takes_turns() { self.turn.fetch_add(1, Ordering::Relaxed) } else { 0 }
     }
 
-    fn weigh<'a>(&self, candidate: Candidate<'a>) -> Candidate<'a> {
-        Candidate { weight: self.weights.get(candidate.index).copied().unwrap_or(1), ..candidate }
-    }
-
-    /// Tries the devices one after another, each time the best one that remains.
-    #[inline]
-    fn try_each(
+    /// Places a group. It may use what is `granted`. If the known figures give no choice, they are
+    /// refreshed, and then others release what they can.
+    fn try_group(
         &self,
-        place: &PlacementRequest,
+        group: &Group,
         turn: u64,
-        now: u64,
-        rejections: &mut Rejections,
-    ) -> Option<Lease> {
-        loop {
-            let admitted = self.device_set.admitted(place, rejections.devices, now, &self.weights);
-            let best = self.policy.pick_from(place, admitted, turn, self.device_set.len())?;
-            if let Some(lease) = self.reserve_on(place, best.index, best.member, rejections) {
-                return Some(lease);
-            }
+        granted: &mut Option<Grant<Reservation>>,
+    ) -> Result<Vec<Lease>, PlaceError> {
+        if group.is_empty() {
+            return Err(PlaceError::ZeroSize);
         }
-    }
-
-    #[inline]
-    fn reserve_on(
-        &self,
-        place: &PlacementRequest,
-        index: usize,
-        member: &Member,
-        rejections: &mut Rejections,
-    ) -> Option<Lease> {
-        match member.reserve(place.size(), place.requested_priority()) {
-            Ok(reservation) => {
-                Some(Lease::new(self.device_set.clone(), index, member.generation, reservation))
-            }
-            Err(error) => {
-                rejections.add(index, error);
-                None
-            }
-        }
-    }
-
-    /// Returns the first of `rest`, devices in service that satisfy `place`, in the order of the
-    /// policy.
-    fn ranked<'a>(
-        &'a self,
-        place: &PlacementRequest,
-        mut rest: Vec<Candidate<'a>>,
-        turn: u64,
-        most: usize,
-    ) -> Result<Vec<Candidate<'a>>, PlaceError> {
+        let (set, place) = (&self.device_set, &group.each);
+        let choice = Choice { policy: &self.policy, group, turn };
         let target = match self.policy {
-            Policy::Near => self.device_set.target(place.requested_near()),
+            Policy::Near => set.target(place.requested_near()),
             _ => Target::Anywhere,
         };
-        for device in &mut rest {
-            *device = self.weigh(*device);
-            device.far = self.device_set.distance(device, target);
+        let reserve = |device: &Candidate<'_>| {
+            let member = set.at(device.index, device.generation);
+            member.reserve(place.size(), place.requested_priority()).map_err(RejectReason::from)
+        };
+        let mut refusals = Refusals::new();
+        let mut attempt = |now| {
+            refusals.clear();
+            let devices = || set.candidates(place, target, now);
+            choice.hold_all(devices, granted, &mut refusals, reserve)
+        };
+        let mut held = attempt(set.poll())?;
+        if held.is_none() {
+            held = attempt(self.refresh())?;
         }
-        self.policy.ranked(place, rest, turn, self.device_set.len(), most)
-    }
-
-    #[cold]
-    fn try_ranked(
-        &self,
-        place: &PlacementRequest,
-        turn: u64,
-        now: u64,
-        rejections: &mut Rejections,
-    ) -> Result<Option<Lease>, PlaceError> {
-        let admitted = self.device_set.admitted(place, rejections.devices, now, &self.weights);
-        let rest = admitted.map(|view| view.candidate(now)).collect();
-        for best in self.ranked(place, rest, turn, usize::MAX)? {
-            let member = self.device_set.at(best.index, best.generation);
-            if let Some(lease) = self.reserve_on(place, best.index, member, rejections) {
-                return Ok(Some(lease));
+        if held.is_none() {
+            let all = place.size().saturating_mul(group.shards as u64);
+            set.reclaim_from_others(place, all.max(place.needs()));
+            held = attempt(self.refresh())?;
+        }
+        let Some(held) = held else {
+            let devices = set.with_health(place);
+            return Err(PlaceError::Nowhere(Box::new(group.no_fit(devices, &refusals))));
+        };
+        let lease = |(device, mut reserved): (Candidate<'_>, Reservation)| {
+            // `min_free` beyond the size was a condition only. It is not kept.
+            let more = reserved.remaining().saturating_sub(place.size());
+            if more > 0 {
+                drop(reserved.draw(more));
             }
-        }
-        Ok(None)
-    }
-
-    /// The slow path, when the known figures found no device: refreshes them and retries before it
-    /// fails.
-    #[cold]
-    fn place_slowly(
-        &self,
-        place: &PlacementRequest,
-        turn: u64,
-        mut rejections: Rejections,
-    ) -> Result<Lease, PlaceError> {
-        let mut now = self.refresh();
-        let mut lease = self.try_ranked(place, turn, now, &mut rejections)?;
-        if lease.is_none() && self.device_set.reclaim_from_others(place, place.needs()) {
-            (now, rejections) = (self.refresh(), Rejections::default());
-            lease = self.try_ranked(place, turn, now, &mut rejections)?;
-        }
-        lease.ok_or_else(|| self.no_fit(place, 1, &rejections))
+            Lease::new(set.clone(), device.index, device.generation, reserved)
+        };
+        Ok(held.into_iter().map(lease).collect())
     }
 
     /// Refreshes the figures of caches and driver. Returns the time.
     fn refresh(&self) -> u64 {
         let now = self.device_set.poll();
         self.device_set.sample(now);
-        (0..self.device_set.len())
-            .filter_map(|index| self.device_set.current(index))
-            .for_each(|member| member.count_caches());
+        self.device_set.members().for_each(|member| member.count_caches());
         now
-    }
-
-    fn no_fit(
-        &self,
-        place: &PlacementRequest,
-        shards: usize,
-        rejections: &Rejections,
-    ) -> PlaceError {
-        let default_reason = if shards > 1 { RejectReason::Alone } else { RejectReason::NotNamed };
-        let devices = self.device_set.rejected(place, |index, _| {
-            rejections.reason(index).unwrap_or_else(|| default_reason.clone())
-        });
-        PlaceError::Nowhere(Box::new(NoFit { requested: place.size(), shards, devices }))
     }
 
     /// Stops placing new requests on a device. Its existing leases stay valid. Applies to all
     /// placers of the runtime.
     ///
     /// # Errors
-    /// [`MemoryError::NoDevice`].
+    /// [`NoDevice`](aquifer_core::MemoryError::NoDevice).
     pub fn drain(&self, device: DeviceId) -> Result<()> {
         self.device_set.set_draining(device, true)
     }
@@ -318,7 +213,7 @@ impl Placer {
     /// Makes a [drained](Placer::drain) device available for requests again.
     ///
     /// # Errors
-    /// [`MemoryError::NoDevice`].
+    /// [`NoDevice`](aquifer_core::MemoryError::NoDevice).
     pub fn undrain(&self, device: DeviceId) -> Result<()> {
         self.device_set.set_draining(device, false)
     }
@@ -330,8 +225,8 @@ impl Placer {
     /// driver for its free memory.
     ///
     /// # Errors
-    /// [`MemoryError::NoDevice`] if the runtime does not have the device;
-    /// [`MemoryError::BadSetting`] if it is not lost.
+    /// [`NoDevice`](aquifer_core::MemoryError::NoDevice) if the runtime does not have the device;
+    /// [`BadSetting`](aquifer_core::MemoryError::BadSetting) if it is not lost.
     pub fn restore(&self, pool: DevicePool) -> Result<u32> {
         self.device_set.poll();
         self.device_set.restore(pool)
@@ -342,7 +237,7 @@ impl Placer {
         let now = self.device_set.poll();
         let device_set = &self.device_set;
         device_set.members().enumerate().map(move |(index, member)| Device {
-            seen: self.weigh(member.candidate(index, now, None)),
+            seen: member.candidate(index, now, None),
             health: member.health(),
             pool: &member.pool,
         })

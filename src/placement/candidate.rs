@@ -25,8 +25,6 @@ pub struct Candidate<'a> {
     pub compute_capability: (u32, u32),
     /// The devices whose memory its kernels can reach.
     pub peers: &'a [DeviceId],
-    /// The weight under [`Policy::weighted`](super::Policy::weighted), else 1.
-    pub weight: u32,
     /// The distance from what the request is to be near, under
     /// [`Policy::Near`](super::Policy::Near), else 0. Comparable only within one request.
     pub far: u32,
@@ -39,9 +37,9 @@ impl Candidate<'_> {
     /// Creates a candidate with these figures and defaults for the rest.
     #[must_use]
     pub fn new(index: usize, device: DeviceId, free: u64, total: u64) -> Self {
-        let (generation, compute_capability, weight) = (1, (0, 0), 1);
+        let (generation, compute_capability) = (1, (0, 0));
         let (peers, far, age): (&[_], _, _) = (&[], 0, Duration::ZERO);
-        Self { index, device, generation, free, total, compute_capability, peers, weight, far, age }
+        Self { index, device, generation, free, total, compute_capability, peers, far, age }
     }
 
     /// Returns whether its kernels can reach that device's memory.
@@ -49,47 +47,5 @@ impl Candidate<'_> {
     #[must_use]
     pub fn reaches(&self, device: DeviceId) -> bool {
         self.device == device || self.peers.contains(&device)
-    }
-}
-
-/// The figures of a device that built-in policies use. Each policy needs one or two of them, so a
-/// request computes only those for every device.
-pub(super) trait PolicyInput: Copy {
-    fn index(&self) -> usize;
-    fn device(&self) -> DeviceId;
-    fn free(&self) -> u64;
-    fn total(&self) -> u64;
-    fn compute_capability(&self) -> (u32, u32);
-    fn weight(&self) -> u32;
-    fn distance(&self) -> u32;
-}
-
-impl PolicyInput for Candidate<'_> {
-    fn index(&self) -> usize {
-        self.index
-    }
-
-    fn device(&self) -> DeviceId {
-        self.device
-    }
-
-    fn free(&self) -> u64 {
-        self.free
-    }
-
-    fn total(&self) -> u64 {
-        self.total
-    }
-
-    fn compute_capability(&self) -> (u32, u32) {
-        self.compute_capability
-    }
-
-    fn weight(&self) -> u32 {
-        self.weight
-    }
-
-    fn distance(&self) -> u32 {
-        self.far
     }
 }

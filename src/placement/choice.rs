@@ -1,76 +1,171 @@
-//! The choice of devices for the shards of a group, and how all of them are held or none.
+//! The choice of devices for the shards of a request, and how all of them are held or none.
 //!
 //! - Devices are chosen first, by their known figures, and then held one after another in the order
 //!   of their indices.
 //! - A refusal releases what was held, last first. The next choice excludes what was refused.
 //! - So of two groups that compete for a device, the second holds nothing with a higher index that
 //!   the first could need. One of them succeeds.
+//!
+//! A single request is a group of one shard. The devices are those of a runtime or of a
+//! [`DeviceSource`](super::DeviceSource).
 
-use super::{Candidate, Group, NoFit, PlaceError, RejectReason, RejectedDevice};
-use aquifer_core::DeviceId;
+use super::{Candidate, Group, NoFit, PlaceError, Policy, RejectReason, RejectedDevice};
+use std::collections::BTreeMap;
 
-/// A device of a choice, and its number of shards.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct ChosenDevice {
-    pub(super) index: usize,
-    pub(super) device: DeviceId,
-    pub(super) generation: u32,
-    pub(super) shards: usize,
+/// A group that a policy places.
+#[derive(Clone, Copy)]
+pub(super) struct Choice<'p> {
+    pub(super) policy: &'p Policy,
+    pub(super) group: &'p Group,
+    /// The number of requests placed before.
+    pub(super) turn: u64,
 }
 
-/// A device that could be part of a choice, and the number of shards it has room for.
+/// A device of a choice with its number of shards, or one that could be, with the number that it
+/// has room for.
 #[derive(Clone, Copy, Debug)]
-struct DeviceOption<'a> {
+pub(super) struct Part<'a> {
     device: Candidate<'a>,
-    room: usize,
+    shards: usize,
 }
 
-/// A device that has refused a shard.
+/// Bytes for one shard that are held before the choice.
 #[derive(Debug)]
-pub(super) struct Refusal<E> {
+pub(super) struct Grant<H> {
     pub(super) index: usize,
-    /// The number of shards that it held before.
-    pub(super) shards: usize,
-    pub(super) error: E,
+    /// If it is known.
+    pub(super) generation: Option<u32>,
+    pub(super) bytes: u64,
+    pub(super) held: H,
 }
 
-/// Chooses among `devices`, which satisfy the request of each shard. `room` is the number of shards
-/// that a device has room for. `rank` returns the first devices in the order of the policy, at most
-/// as many as it is told.
-///
-/// # Errors
-/// As of `rank`.
-pub(super) fn choose<'a>(
-    group: &Group,
-    devices: impl Iterator<Item = Candidate<'a>>,
-    room: impl Fn(&Candidate<'_>) -> usize,
-    rank: impl FnOnce(Vec<Candidate<'a>>, usize) -> Result<Vec<Candidate<'a>>, PlaceError>,
-) -> Result<Option<Vec<ChosenDevice>>, PlaceError> {
-    let devices = devices.filter(|device| room(device) > 0).collect();
-    let most = if group.packed || group.on_peers { usize::MAX } else { group.shards };
-    let ranked = rank(devices, most)?.into_iter();
-    let options = ranked.map(|device| DeviceOption { room: room(&device), device });
-    Ok(choose_from(options.collect(), group))
+/// By the index of a device: the number of shards that it held when it refused one, and why.
+pub(super) type Refusals = BTreeMap<usize, (usize, RejectReason)>;
+
+impl Choice<'_> {
+    /// Chooses among all `devices`, by what they have refused. `own` is the index of a device, and
+    /// bytes that the group has there.
+    ///
+    /// # Errors
+    /// [`PlaceError::PolicyPanicked`].
+    pub(super) fn choose<'a>(
+        &self,
+        mut devices: Vec<Candidate<'a>>,
+        own: Option<(usize, u64)>,
+        refusals: &Refusals,
+    ) -> Result<Option<Vec<Part<'a>>>, PlaceError> {
+        let (group, count) = (self.group, devices.len());
+        if let Some((index, bytes)) = own {
+            let here = devices.iter_mut().filter(|device| device.index == index);
+            here.for_each(|device| device.free = device.free.saturating_add(bytes));
+        }
+        let room = |device: &Candidate<'_>| {
+            let refused = refusals.get(&device.index).map_or(usize::MAX, |(shards, _)| *shards);
+            group.shards_that_fit(device, device.free).min(refused)
+        };
+        devices.retain(|device| group.each.admits(device) && room(device) > 0);
+        let ranked = self.policy.ranked(&group.each, devices, self.turn, count)?.into_iter();
+        let options = ranked.map(|device| Part { shards: room(&device), device });
+        Ok(choose_from(options.collect(), group))
+    }
+
+    /// Holds every shard, or none. Returns what is held in the order of the choice, or `None` if no
+    /// choice is left. Uses what is `granted` if its device is chosen. `hold` takes the bytes of a
+    /// shard on a device, or says why that cannot be.
+    ///
+    /// # Errors
+    /// As of [`Choice::choose`].
+    pub(super) fn hold_all<'a, H>(
+        &self,
+        devices: impl Fn() -> Vec<Candidate<'a>>,
+        granted: &mut Option<Grant<H>>,
+        refusals: &mut Refusals,
+        mut hold: impl FnMut(&Candidate<'a>) -> Result<H, RejectReason>,
+    ) -> Result<Option<Vec<(Candidate<'a>, H)>>, PlaceError> {
+        'choice: loop {
+            let own = granted.as_ref().map(|granted| (granted.index, granted.bytes));
+            let Some(parts) = self.choose(devices(), own, refusals)? else { return Ok(None) };
+            let mut by_index: Vec<_> = parts.iter().enumerate().collect();
+            by_index.sort_by_key(|(_, part)| part.device.index);
+            let mut all = Vec::new();
+            for (at, &Part { device, shards }) in by_index {
+                let index = device.index;
+                for before in 0..shards {
+                    let own = granted.take_if(|own| {
+                        let same = own.generation.is_none_or(|own| own == device.generation);
+                        own.index == index && same
+                    });
+                    match own.map_or_else(|| hold(&device), |granted| Ok(granted.held)) {
+                        Ok(held) => all.push((at, device, held)),
+                        Err(refused) => {
+                            while all.pop().is_some() {}
+                            refusals.insert(index, (before, refused));
+                            continue 'choice;
+                        }
+                    }
+                }
+            }
+            // Restore the policy's order.
+            all.sort_by_key(|(at, ..)| *at);
+            return Ok(Some(all.into_iter().map(|(_, device, held)| (device, held)).collect()));
+        }
+    }
 }
 
-/// Returns whether there would be room on these devices if nothing were in use.
-pub(super) fn is_satisfiable<'a>(
-    group: &Group,
-    devices: impl Iterator<Item = Candidate<'a>>,
-) -> bool {
-    let suitable = devices.filter(|device| group.each.suits(device));
-    let options = suitable
-        .map(|device| DeviceOption { device, room: shards_that_fit(group, &device, device.total) });
-    choose_from(options.collect(), group).is_some()
+impl Group {
+    /// Returns how many shards fit on a device of which `bytes` are free.
+    fn shards_that_fit(&self, device: &Candidate<'_>, bytes: u64) -> usize {
+        if bytes < self.each.needs() || device.total < self.each.size() {
+            return 0;
+        }
+        let room = usize::try_from(bytes / self.each.size()).unwrap_or(usize::MAX);
+        if self.packed { room } else { room.min(1) }
+    }
+
+    /// Returns whether nothing is requested.
+    pub(super) fn is_empty(&self) -> bool {
+        self.shards == 0 || self.each.size() == 0
+    }
+
+    /// Returns whether there would be room on these devices if nothing were in use.
+    pub(super) fn is_satisfiable<'a>(
+        &self,
+        devices: impl IntoIterator<Item = Candidate<'a>>,
+    ) -> bool {
+        let suitable = devices.into_iter().filter(|device| self.each.suits(device));
+        let part = |device: Candidate<'a>| Part {
+            shards: self.shards_that_fit(&device, device.total),
+            device,
+        };
+        choose_from(suitable.map(part).collect(), self).is_some()
+    }
+
+    /// Returns why none of `devices` was taken. Those out of service come with the reason.
+    pub(super) fn no_fit<'a>(
+        &self,
+        devices: impl IntoIterator<Item = (Candidate<'a>, Option<RejectReason>)>,
+        refusals: &Refusals,
+    ) -> NoFit {
+        let default_reason =
+            if self.shards > 1 { RejectReason::Alone } else { RejectReason::NotNamed };
+        let devices = devices.into_iter().map(|(candidate, out_of_service)| {
+            let Candidate { index, device, generation, free, age, .. } = candidate;
+            let refused = || refusals.get(&index).map(|(_, refused)| refused.clone());
+            let why = out_of_service.or_else(|| self.each.objection(&candidate)).or_else(refused);
+            let why = why.unwrap_or_else(|| default_reason.clone());
+            RejectedDevice { device, generation, free, age, why }
+        });
+        NoFit { requested: self.each.size(), shards: self.shards, devices: devices.collect() }
+    }
 }
 
 /// Returns the first devices, in the given order, that together have room for all shards. If the
 /// group is on peers, each is a peer of every other. If it is packed, devices with the most room
 /// come first, so that the choice has as few devices as possible.
-fn choose_from(mut options: Vec<DeviceOption<'_>>, group: &Group) -> Option<Vec<ChosenDevice>> {
-    options.retain(|option| option.room > 0);
+fn choose_from<'a>(mut options: Vec<Part<'a>>, group: &Group) -> Option<Vec<Part<'a>>> {
+    options.retain(|option| option.shards > 0);
     if group.packed {
-        options.sort_by_key(|option| std::cmp::Reverse(option.room));
+        options.sort_by_key(|option| std::cmp::Reverse(option.shards));
     }
     let mut chosen = Vec::new();
     let is_found = if group.on_peers {
@@ -83,34 +178,34 @@ fn choose_from(mut options: Vec<DeviceOption<'_>>, group: &Group) -> Option<Vec<
     is_found.then_some(chosen)
 }
 
-impl DeviceOption<'_> {
+impl Part<'_> {
     /// Returns the part of the missing shards that it has room for, if any are missing.
-    fn take(&self, missing: &mut usize) -> Option<ChosenDevice> {
-        let shards = self.room.min(*missing);
+    fn take(&self, missing: &mut usize) -> Option<Self> {
+        let shards = self.shards.min(*missing);
         *missing -= shards;
-        let Candidate { index, device, generation, .. } = self.device;
-        (shards > 0).then_some(ChosenDevice { index, device, generation, shards })
+        (shards > 0).then_some(Self { shards, ..*self })
     }
 
-    fn is_peer(&self, other: &DeviceOption<'_>) -> bool {
+    fn is_peer(&self, other: &Self) -> bool {
         let (one, two) = (&self.device, &other.device);
         one.reaches(two.device) && two.reaches(one.device)
     }
 }
 
+/// Returns the one shard of a group of one.
+pub(super) fn only<H>(mut held: Vec<H>) -> Result<H, PlaceError> {
+    held.pop().ok_or(PlaceError::ZeroSize)
+}
+
 /// Adds to the chosen devices, of which all `options` are peers, until no shard is missing. If
 /// devices form islands, it ends without backtracking. In general it is the search for a clique.
-fn search_peers(
-    options: &[DeviceOption<'_>],
-    missing: usize,
-    chosen: &mut Vec<ChosenDevice>,
-) -> bool {
-    let mut left = options.iter().map(|option| option.room).fold(0, usize::saturating_add);
+fn search_peers<'a>(options: &[Part<'a>], missing: usize, chosen: &mut Vec<Part<'a>>) -> bool {
+    let mut left = options.iter().map(|option| option.shards).fold(0, usize::saturating_add);
     for (at, option) in options.iter().enumerate() {
         if left < missing {
             return false;
         }
-        left = left.saturating_sub(option.room);
+        left = left.saturating_sub(option.shards);
         let mut still_missing = missing;
         let Some(part) = option.take(&mut still_missing) else { return true };
         chosen.push(part);
@@ -121,66 +216,6 @@ fn search_peers(
         chosen.pop();
     }
     missing == 0
-}
-
-/// Holds every shard, in the order of the devices' indices, or none. Returns what is held in the
-/// order of the choice.
-///
-/// # Errors
-/// The first refusal. What was held before is released, last first.
-pub(super) fn hold_all<H, E>(
-    parts: &[ChosenDevice],
-    mut hold: impl FnMut(&ChosenDevice) -> Result<H, E>,
-) -> Result<Vec<(ChosenDevice, H)>, Refusal<E>> {
-    let mut by_index: Vec<usize> = (0..parts.len()).collect();
-    by_index.sort_by_key(|&at| parts[at].index);
-    let mut all: Vec<(usize, H)> = Vec::new();
-    for at in by_index {
-        let part = &parts[at];
-        for shards in 0..part.shards {
-            match hold(part) {
-                Ok(held) => all.push((at, held)),
-                Err(error) => {
-                    while all.pop().is_some() {}
-                    return Err(Refusal { index: part.index, shards, error });
-                }
-            }
-        }
-    }
-    // Restore the policy's order.
-    all.sort_by_key(|(at, _)| *at);
-    Ok(all.into_iter().map(|(at, held)| (parts[at], held)).collect())
-}
-
-/// Returns the index of the device where a group that was refused waits: the one that lacks bytes
-/// and has the most `left`, or `current` if that has as many. Returns `None` if no device lacks
-/// bytes: then a device has to come back or a pool has to find room.
-pub(super) fn device_to_wait_at(
-    refused: &NoFit,
-    current: Option<usize>,
-    left: impl Fn(usize, &RejectedDevice) -> u64,
-) -> Option<usize> {
-    let lacking = refused.devices.iter().enumerate().filter(|(_, rejected)| {
-        matches!(rejected.why, RejectReason::Free { .. } | RejectReason::Budget(_))
-    });
-    lacking
-        .max_by_key(|&(index, rejected)| (left(index, rejected), current == Some(index)))
-        .map(|(index, _)| index)
-}
-
-/// Returns a device with the bytes already granted there added to its free bytes.
-pub(super) fn with_grant(device: Candidate<'_>, own: Option<(usize, u64)>) -> Candidate<'_> {
-    let more = own.filter(|(index, _)| *index == device.index).map_or(0, |(_, bytes)| bytes);
-    Candidate { free: device.free.saturating_add(more), ..device }
-}
-
-/// Returns how many shards fit on a device of which `bytes` are free.
-pub(super) fn shards_that_fit(group: &Group, device: &Candidate<'_>, bytes: u64) -> usize {
-    if bytes < group.each.needs() || device.total < group.each.size() {
-        return 0;
-    }
-    let room = usize::try_from(bytes / group.each.size()).unwrap_or(usize::MAX);
-    if group.packed { room } else { room.min(1) }
 }
 
 #[cfg(test)]
@@ -203,12 +238,12 @@ mod tests {
             both.filter(|(a, _)| *a == at).map(|(_, b)| id(b)).collect()
         };
         let peers: Vec<_> = (0..room.len()).map(of).collect();
-        let option = |(at, &room): (usize, &usize)| DeviceOption {
+        let option = |(at, &shards): (usize, &usize)| Part {
             device: Candidate { peers: &peers[at], ..Candidate::new(at, id(at), 0, 0) },
-            room,
+            shards,
         };
         choose_from(room.iter().enumerate().map(option).collect(), group)
-            .map(|parts| parts.iter().map(|part| (part.index, part.shards)).collect())
+            .map(|parts| parts.iter().map(|part| (part.device.index, part.shards)).collect())
     }
 
     fn group(shards: usize) -> Group {

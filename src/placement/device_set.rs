@@ -13,10 +13,7 @@
 //! generation in the same slot. Earlier generations remain linked before it, for leases that still
 //! exist.
 
-use super::{
-    Near, PlacementRequest, RejectReason, RejectedDevice,
-    candidate::{Candidate, PolicyInput},
-};
+use super::{Candidate, Near, PlacementRequest, RejectReason};
 use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result, panics::contain};
 use aquifer_device::DevicePool;
 use aquifer_driver::losses;
@@ -57,11 +54,6 @@ const LOST: u8 = 2;
 /// One generation of a device.
 #[derive(Debug)]
 pub(super) struct Member {
-    /// Copies of the pool's fields that policies read, placed first: the pool's own are two
-    /// pointers away.
-    device: DeviceId,
-    compute_capability: (u32, u32),
-    peers: Box<[DeviceId]>,
     pub(super) pool: DevicePool,
     pub(super) generation: u32,
     /// [`DRAINING`] and [`LOST`].
@@ -71,7 +63,6 @@ pub(super) struct Member {
     exclusive_budget: bool,
     /// Whether another device's pool is charged to the same budget or below a common root.
     shares_root: bool,
-    total: u64,
     /// The bytes in caches at the last count.
     cached: AtomicU64,
     /// The physical bytes of the pool at the last count, and the time of that count.
@@ -85,64 +76,6 @@ pub(super) struct Member {
     node: Option<NodeId>,
     /// The generation that replaced this one.
     next: OnceLock<Box<Member>>,
-}
-
-/// A snapshot of a device: its free bytes, and references to the rest.
-#[derive(Clone, Copy)]
-pub(super) struct DeviceView<'a> {
-    pub(super) member: &'a Member,
-    pub(super) index: usize,
-    free: u64,
-    weights: &'a [u32],
-}
-
-impl<'a> DeviceView<'a> {
-    /// Returns the full candidate.
-    pub(super) fn candidate(&self, now: u64) -> Candidate<'a> {
-        Candidate {
-            free: self.free,
-            weight: self.weight(),
-            ..self.member.candidate(self.index, now, None)
-        }
-    }
-}
-
-impl PolicyInput for DeviceView<'_> {
-    #[inline]
-    fn index(&self) -> usize {
-        self.index
-    }
-
-    #[inline]
-    fn device(&self) -> DeviceId {
-        self.member.device
-    }
-
-    #[inline]
-    fn free(&self) -> u64 {
-        self.free
-    }
-
-    #[inline]
-    fn total(&self) -> u64 {
-        self.member.total()
-    }
-
-    #[inline]
-    fn compute_capability(&self) -> (u32, u32) {
-        self.member.compute_capability
-    }
-
-    #[inline]
-    fn weight(&self) -> u32 {
-        self.weights.get(self.index).copied().unwrap_or(1)
-    }
-
-    /// Policies that need the distance use full candidates.
-    #[inline]
-    fn distance(&self) -> u32 {
-        0
-    }
 }
 
 /// What a request is to be near, resolved.
@@ -166,7 +99,7 @@ pub(crate) struct DeviceSet {
     sampling: AtomicBool,
     /// The number of losses that have been handled.
     losses: AtomicU64,
-    /// The wakers of requests that wait for a device to come back.
+    /// The wakers of waiting requests.
     wakers: Mutex<Vec<(u64, Waker)>>,
     watchers: AtomicU64,
 }
@@ -185,10 +118,6 @@ impl Member {
         let shares_root = others.clone().any(|other| other.root().is(&top));
         let node = topology.node_of_device(pool.info()).ok().flatten();
         Self {
-            device: pool.device(),
-            compute_capability: pool.info().compute_capability,
-            peers: pool.info().peers.clone().into(),
-            total: pool.info().memory,
             pool,
             generation,
             state: AtomicU8::new(0),
@@ -216,7 +145,7 @@ impl Member {
     /// Returns an error unless the pool can be used.
     pub(super) fn check(&self) -> Result<()> {
         let device = self.pool.device();
-        if self.next.get().is_some() || self.pool.driver().is_lost(device) {
+        if self.pool.driver().is_lost(device) {
             return Err(MemoryError::DeviceLost { device });
         }
         Ok(())
@@ -257,34 +186,20 @@ impl Member {
             .saturating_add(self.budget.estimate(priority).min(self.driver_free()))
     }
 
-    /// Returns the most bytes that its pool may have.
-    #[inline]
-    fn total(&self) -> u64 {
-        self.total.min(self.budget.limit())
-    }
-
     /// Returns the candidate that a policy sees, for a request of this priority.
-    #[inline]
     pub(super) fn candidate(&self, index: usize, now: u64, priority: Option<i32>) -> Candidate<'_> {
+        let info = self.pool.info();
         Candidate {
             index,
-            device: self.device,
+            device: info.device,
             generation: self.generation,
             free: self.free(priority),
-            total: self.total(),
-            compute_capability: self.compute_capability,
-            peers: &self.peers,
-            weight: 1,
+            total: info.memory.min(self.budget.limit()),
+            compute_capability: info.compute_capability,
+            peers: &info.peers,
             far: 0,
             age: Duration::from_nanos(now.saturating_sub(self.sampled.load(Relaxed))),
         }
-    }
-
-    /// Returns the free bytes, recounted if necessary, if the device then satisfies `place`.
-    #[inline(never)]
-    fn admit(&self, index: usize, free: u64, place: &PlacementRequest, now: u64) -> Option<u64> {
-        let free = if free < place.needs() { self.recount(free, place, now) } else { free };
-        place.admits(&Candidate { free, ..self.candidate(index, now, None) }).then_some(free)
     }
 
     /// Recounts the caches if that could raise `free` to the needed bytes, and the pool's physical
@@ -407,15 +322,9 @@ impl DeviceSet {
         self.slots.len()
     }
 
-    /// Returns the current generation of the device at `index`.
-    #[inline]
-    pub(super) fn current(&self, index: usize) -> Option<&Member> {
-        self.slots.get(index).map(newest)
-    }
-
     /// Returns the pool of the device at `index`.
     pub(crate) fn pool(&self, index: usize) -> Option<&DevicePool> {
-        self.current(index).map(|member| &member.pool)
+        self.slots.get(index).map(|slot| &newest(slot).pool)
     }
 
     /// Returns the index and the current generation of a device.
@@ -426,7 +335,7 @@ impl DeviceSet {
         found.ok_or(MemoryError::NoDevice { asked: device.0, count })
     }
 
-    /// Returns one generation of the device at `index`.
+    /// Returns one generation of the device at `index`, which is one of the set's.
     pub(super) fn at(&self, index: usize, generation: u32) -> &Member {
         let mut member = &self.slots[index];
         while member.generation != generation {
@@ -496,38 +405,31 @@ impl DeviceSet {
         }
     }
 
-    /// Returns the serving devices that satisfy `place`, in the order of their indices, except for
-    /// the set `tried`.
-    #[inline]
-    pub(super) fn admitted<'a>(
-        &'a self,
-        place: &'a PlacementRequest,
-        tried: u64,
+    /// Returns all devices as a policy sees them, in the order of their indices. Those on which no
+    /// requests may be placed have nothing free. Caches are recounted if that could make room for
+    /// `place`.
+    pub(super) fn candidates(
+        &self,
+        place: &PlacementRequest,
+        target: Target,
         now: u64,
-        weights: &'a [u32],
-    ) -> impl Iterator<Item = DeviceView<'a>> + Clone {
-        self.serving(tried).filter_map(move |(index, member)| {
-            let mut free = member.free(place.requested_priority());
-            if free < place.needs() || place.is_restricted() {
-                free = member.admit(index, free, place, now)?;
+    ) -> Vec<Candidate<'_>> {
+        let candidates = self.members().enumerate().map(|(index, member)| {
+            let mut candidate = member.candidate(index, now, place.requested_priority());
+            if member.health() != Health::Serving {
+                candidate.free = 0;
+            } else if candidate.free < place.needs() {
+                candidate.free = member.recount(candidate.free, place, now);
             }
-            Some(DeviceView { member, index, free, weights })
-        })
+            candidate.far = self.distance(&candidate, target);
+            candidate
+        });
+        candidates.collect()
     }
 
-    /// Returns the devices on which new requests may be placed, except for the set `tried`.
-    #[inline]
-    pub(super) fn serving(&self, tried: u64) -> impl Iterator<Item = (usize, &Member)> + Clone {
-        self.slots.iter().enumerate().filter_map(move |(index, slot)| {
-            let serving = |member: &Member| member.state.load(Acquire) == 0;
-            // A generation that has been replaced was lost before.
-            let member = if serving(slot) {
-                slot
-            } else {
-                Some(newest(slot)).filter(|newest| serving(newest))?
-            };
-            (tried >> index & 1 == 0).then_some((index, member))
-        })
+    /// Returns the devices on which new requests may be placed.
+    fn serving(&self) -> impl Iterator<Item = (usize, &Member)> {
+        self.members().enumerate().filter(|(_, member)| member.health() == Health::Serving)
     }
 
     /// Makes others release what a shared budget lacks for `bytes` on a device that suits `place`;
@@ -535,7 +437,7 @@ impl DeviceSet {
     #[cold]
     pub(super) fn reclaim_from_others(&self, place: &PlacementRequest, bytes: u64) -> bool {
         let mut visited: Vec<&Budget> = Vec::new();
-        self.serving(0).any(|(index, member)| {
+        self.serving().any(|(index, member)| {
             if visited.iter().any(|budget| budget.is(&member.budget)) {
                 return false;
             }
@@ -568,41 +470,30 @@ impl DeviceSet {
     pub(super) fn distance(&self, candidate: &Candidate<'_>, target: Target) -> u32 {
         match target {
             Target::Anywhere => 0,
-            Target::Node(to) => {
-                match self.current(candidate.index).and_then(|member| member.node) {
-                    Some(node) if node == to => 0,
-                    Some(node) => self.topology.distance(node, to).unwrap_or(u32::MAX - 1),
-                    None => u32::MAX,
-                }
-            }
+            Target::Node(to) => match newest(&self.slots[candidate.index]).node {
+                Some(node) if node == to => 0,
+                Some(node) => self.topology.distance(node, to).unwrap_or(u32::MAX - 1),
+                None => u32::MAX,
+            },
             Target::Device(to) if candidate.device == to => 0,
             Target::Device(to) => 2 - u32::from(candidate.peers.contains(&to)),
         }
     }
 
-    /// Returns each device and the reason why it was not taken. `why` supplies the reason for
-    /// devices that serve and satisfy the hints.
-    pub(super) fn rejected(
+    /// Returns each device as a policy sees it, with the reason if it is out of service.
+    pub(super) fn with_health(
         &self,
         place: &PlacementRequest,
-        mut why: impl FnMut(usize, &Candidate<'_>) -> RejectReason,
-    ) -> Vec<RejectedDevice> {
-        let now = self.now();
-        let members = self.members().enumerate();
-        members
-            .map(|(index, member)| {
-                let candidate = member.candidate(index, now, place.requested_priority());
-                let why = match member.health() {
-                    Health::Lost => RejectReason::Lost,
-                    Health::Draining => RejectReason::Draining,
-                    Health::Serving => {
-                        place.objection(&candidate).unwrap_or_else(|| why(index, &candidate))
-                    }
-                };
-                let Candidate { device, generation, free, age, .. } = candidate;
-                RejectedDevice { device, generation, free, age, why }
-            })
-            .collect()
+    ) -> impl Iterator<Item = (Candidate<'_>, Option<RejectReason>)> {
+        let (now, priority) = (self.now(), place.requested_priority());
+        self.members().enumerate().map(move |(index, member)| {
+            let reason = match member.health() {
+                Health::Lost => Some(RejectReason::Lost),
+                Health::Draining => Some(RejectReason::Draining),
+                Health::Serving => None,
+            };
+            (member.candidate(index, now, priority), reason)
+        })
     }
 
     /// Sets or clears the draining state of a device.

@@ -96,6 +96,16 @@ pub enum PlaceError {
     },
 }
 
+impl From<MemoryError> for RejectReason {
+    fn from(error: MemoryError) -> Self {
+        match error {
+            MemoryError::OutOfBudget(refused) => Self::Budget(refused),
+            MemoryError::DeviceLost { .. } => Self::Lost,
+            other => Self::Pool(other),
+        }
+    }
+}
+
 impl fmt::Display for RejectReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

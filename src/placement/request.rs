@@ -15,8 +15,6 @@ use aquifer_host::topology::NodeId;
 pub struct PlacementRequest {
     bytes: u64,
     min_free: u64,
-    /// Whether it has constraints that not all devices satisfy, besides those on free bytes.
-    restricted: bool,
     min_compute: (u32, u32),
     allowed: Option<Vec<DeviceId>>,
     excluded: Vec<DeviceId>,
@@ -49,7 +47,6 @@ impl PlacementRequest {
         Self {
             bytes,
             min_free: 0,
-            restricted: false,
             min_compute: (0, 0),
             allowed: None,
             excluded: Vec::new(),
@@ -69,26 +66,26 @@ impl PlacementRequest {
     /// Requires this compute capability or a later one.
     #[must_use]
     pub fn min_compute(self, capability: (u32, u32)) -> Self {
-        Self { min_compute: capability, restricted: true, ..self }
+        Self { min_compute: capability, ..self }
     }
 
     /// Allows only these devices.
     #[must_use]
     pub fn only(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
-        Self { allowed: Some(devices.into_iter().collect()), restricted: true, ..self }
+        Self { allowed: Some(devices.into_iter().collect()), ..self }
     }
 
     /// Excludes these devices.
     #[must_use]
     pub fn not_on(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
-        Self { excluded: devices.into_iter().collect(), restricted: true, ..self }
+        Self { excluded: devices.into_iter().collect(), ..self }
     }
 
     /// Allows only devices that are among these, or whose kernels can reach their memory, for each
     /// of them.
     #[must_use]
     pub fn reaching(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
-        Self { reaching: devices.into_iter().collect(), restricted: true, ..self }
+        Self { reaching: devices.into_iter().collect(), ..self }
     }
 
     /// Sets the priority of the charge and of the wait, instead of the budget's own. Higher
@@ -144,20 +141,8 @@ impl PlacementRequest {
         candidate.free >= self.needs() && self.suits(candidate)
     }
 
-    /// Returns whether it has constraints that not all devices satisfy, besides those on free
-    /// bytes.
-    #[inline]
-    pub(super) fn is_restricted(&self) -> bool {
-        self.restricted
-    }
-
     /// Returns whether a device satisfies every constraint except those on free bytes.
-    #[inline]
     pub(super) fn suits(&self, candidate: &Candidate<'_>) -> bool {
-        !self.restricted || self.meets_constraints(candidate)
-    }
-
-    fn meets_constraints(&self, candidate: &Candidate<'_>) -> bool {
         candidate.compute_capability >= self.min_compute
             && self.allowed.as_ref().is_none_or(|allowed| allowed.contains(&candidate.device))
             && !self.excluded.contains(&candidate.device)

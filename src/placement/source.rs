@@ -2,12 +2,9 @@
 //! its ledgers.
 
 use super::{
-    Candidate, Group, NoFit, PlaceError, PlacementRequest, Policy, RejectReason, RejectedDevice,
-    choice::{
-        ChosenDevice, Refusal, choose, device_to_wait_at, hold_all, is_satisfiable,
-        shards_that_fit, with_grant,
-    },
-    waiting::TICK,
+    Candidate, Group, NoFit, PlaceError, PlacementRequest, Policy, RejectReason,
+    choice::{Choice, Grant, Refusals, only},
+    placing::TICK,
 };
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_driver::{DeviceInfo, Driver};
@@ -16,7 +13,6 @@ use aquifer_status::ledger::{
     Ledger, LedgerError, LedgerMemory, Member, Share, folder_of_environment,
 };
 use std::{
-    collections::BTreeMap,
     path::Path,
     sync::Arc,
     thread,
@@ -178,11 +174,10 @@ impl Policy {
             let left = deadline.map_or(LONGEST_WAIT, |deadline| {
                 deadline.saturating_duration_since(Instant::now())
             });
-            if left.is_zero() || !is_satisfiable(group, source.candidates().into_iter()) {
+            if left.is_zero() || !group.is_satisfiable(source.candidates()) {
                 return Err(PlaceError::Nowhere(refused));
             }
-            let free = |_: usize, device: &RejectedDevice| device.free;
-            let Some(index) = device_to_wait_at(&refused, None, free) else {
+            let Some(index) = device_to_wait_at(&refused, None) else {
                 thread::sleep(left.min(TICK));
                 continue;
             };
@@ -193,92 +188,55 @@ impl Policy {
                     return true;
                 }
                 looked = Instant::now();
-                let choice = self.choose_in(source, group, turn, None, &Refusals::new());
-                let Err(PlaceError::Nowhere(refused)) = choice else { return false };
-                device_to_wait_at(&refused, Some(index), free) == Some(index)
+                let (devices, refusals) = (source.candidates(), Refusals::new());
+                let choice = Choice { policy: self, group, turn };
+                let Ok(None) = choice.choose(devices.clone(), None, &refusals) else {
+                    return false;
+                };
+                let refused = group.no_fit(devices.into_iter().map(|d| (d, None)), &refusals);
+                device_to_wait_at(&refused, Some(index)) == Some(index)
             };
-            let held = source.hold_by(index, group.each.size(), until, &mut go_on);
-            granted = held.ok().map(|held| (index, held));
+            let needs = group.each.needs();
+            let held = source.hold_by(index, needs, until, &mut go_on).ok();
+            // More than the shard's bytes were a condition only. They are not kept.
+            let held = held.filter(|_| needs == group.each.size());
+            granted = held.map(|held| Grant { index, generation: None, bytes: needs, held });
         }
     }
 
-    /// Places a group. It may use what is `granted` on the device of this index.
+    /// Places a group. It may use what is `granted`.
     fn try_group_in<S: DeviceSource + ?Sized>(
         &self,
         source: &S,
         group: &Group,
         turn: u64,
-        granted: &mut Option<(usize, S::Held)>,
+        granted: &mut Option<Grant<S::Held>>,
     ) -> Result<Placed<S>, PlaceError> {
-        if group.shards == 0 || group.each.size() == 0 {
+        if group.is_empty() {
             return Err(PlaceError::ZeroSize);
         }
-        let mut refusals = Refusals::new();
-        loop {
-            let own = granted.as_ref().map(|(index, _)| (*index, group.each.size()));
-            let parts = self.choose_in(source, group, turn, own, &refusals)?;
-            let held =
-                hold_all(&parts, |part| match granted.take_if(|(index, _)| *index == part.index) {
-                    Some((_, held)) => Ok(held),
-                    None => source.hold(part.index, group.each.size()),
-                });
-            match held {
-                Ok(held) => {
-                    return Ok(held.into_iter().map(|(part, held)| (part.device, held)).collect());
-                }
-                Err(Refusal { index, shards, error }) => {
-                    refusals.insert(index, (shards, error));
-                }
+        let (choice, mut refusals) = (Choice { policy: self, group, turn }, Refusals::new());
+        let hold = |device: &Candidate<'_>| source.hold(device.index, group.each.size());
+        match choice.hold_all(|| source.candidates(), granted, &mut refusals, hold)? {
+            Some(held) => Ok(held.into_iter().map(|(seen, held)| (seen.device, held)).collect()),
+            None => {
+                let devices = source.candidates().into_iter().map(|device| (device, None));
+                Err(PlaceError::Nowhere(Box::new(group.no_fit(devices, &refusals))))
             }
         }
-    }
-
-    /// Chooses devices of a source for a group, by their figures of this moment and by what they
-    /// have refused. `own` is the index of a device, and bytes that the group has there.
-    fn choose_in<S: DeviceSource + ?Sized>(
-        &self,
-        source: &S,
-        group: &Group,
-        turn: u64,
-        own: Option<(usize, u64)>,
-        refusals: &Refusals,
-    ) -> Result<Vec<ChosenDevice>, PlaceError> {
-        let mut devices = source.candidates();
-        for device in &mut devices {
-            *device = with_grant(*device, own);
-            if let Self::Weighted(weights) = self {
-                device.weight = weights.of(device.device);
-            }
-        }
-        let admitted = devices.iter().copied().filter(|device| group.each.admits(device));
-        let room = |device: &Candidate<'_>| {
-            let refused = refusals.get(&device.index).map_or(usize::MAX, |(shards, _)| *shards);
-            shards_that_fit(group, device, device.free).min(refused)
-        };
-        let rank = |rest, most| self.ranked(&group.each, rest, turn, devices.len(), most);
-        if let Some(parts) = choose(group, admitted, room, rank)? {
-            return Ok(parts);
-        }
-        let default_reason =
-            if group.shards > 1 { RejectReason::Alone } else { RejectReason::NotNamed };
-        let devices = devices.iter().map(|candidate| {
-            let Candidate { index, device, generation, free, age, .. } = *candidate;
-            let refused = refusals.get(&index).map(|(_, why)| why.clone());
-            let why = refused.or_else(|| group.each.objection(candidate));
-            let why = why.unwrap_or_else(|| default_reason.clone());
-            RejectedDevice { device, generation, free, age, why }
-        });
-        let (requested, devices) = (group.each.size(), devices.collect());
-        Err(PlaceError::Nowhere(Box::new(NoFit { requested, shards: group.shards, devices })))
     }
 }
 
-/// By the index of a device: the number of shards that it held when it refused one, and why.
-type Refusals = BTreeMap<usize, (usize, RejectReason)>;
-
-/// Returns the one shard of a group of one.
-fn only<H>(mut held: Vec<(DeviceId, H)>) -> Result<(DeviceId, H), PlaceError> {
-    held.pop().ok_or(PlaceError::ZeroSize)
+/// Returns the index of the device where a group that was refused waits: the one that lacks bytes
+/// and has the most free, or `current` if that has as many. Returns `None` if no device lacks
+/// bytes: then a device has to come back.
+fn device_to_wait_at(refused: &NoFit, current: Option<usize>) -> Option<usize> {
+    let lacking = refused.devices.iter().enumerate().filter(|(_, rejected)| {
+        matches!(rejected.why, RejectReason::Free { .. } | RejectReason::Budget(_))
+    });
+    lacking
+        .max_by_key(|&(index, rejected)| (rejected.free, current == Some(index)))
+        .map(|(index, _)| index)
 }
 
 /// The devices of a node, by what their ledgers let this process claim. It needs no pools: it

@@ -32,6 +32,13 @@ const NOMINAL_INTERVAL: Duration = Duration::from_secs(1);
 const PRESSURE_INTERVAL: Duration = Duration::from_millis(250);
 /// Consecutive readings with a lower result after which the level falls by one.
 const CALM_READINGS: u32 = 4;
+/// Below this share left, in per cent, the level is [`Level::Warning`].
+const WARNING_LEFT: u64 = 10;
+/// Below this share left, in per cent, the level is [`Level::Critical`]. Pinned pools do not grow
+/// into this share.
+const CRITICAL_LEFT: u64 = 5;
+/// How much more than the threshold has to be left before the level falls again, in per cent.
+const SLACK: u64 = 2;
 /// How long reclaimers other than our pools may take.
 const RECLAIM_TIMEOUT: Duration = Duration::from_millis(100);
 
@@ -40,8 +47,10 @@ const RECLAIM_TIMEOUT: Duration = Duration::from_millis(100);
 /// counted and otherwise ignored.
 type HostHook = dyn Fn(Level, Level, &Found<u64>) + Send + Sync;
 
-/// The thresholds at which host memory counts as scarce. Shares are of the host's memory, or of the
-/// tightest limit of the process's control groups.
+/// What is done when host memory is scarce.
+///
+/// The level is [`Level::Warning`] if less than 10 per cent of the host's memory is left, or of the
+/// tightest limit of the process's control groups, and [`Level::Critical`] below 5 per cent.
 ///
 /// ```
 /// use aquifer::{Runtime, pressure::{HostWatch, Level}, sim::Sim};
@@ -54,28 +63,14 @@ type HostHook = dyn Fn(Level, Level, &Found<u64>) + Send + Sync;
 /// assert!(rt.pressure().host.is_some());
 /// # Ok::<(), aquifer::MemoryError>(())
 /// ```
-#[derive(Clone)]
+#[derive(Clone, Default)]
 #[non_exhaustive]
 pub struct HostWatch {
-    /// Below this share left, in per cent, the level is [`Level::Warning`]. Default 10.
-    pub warning_left: u64,
-    /// Below this share left, in per cent, the level is [`Level::Critical`]. Pinned pools do not
-    /// grow into this share. Default 5.
-    pub critical_left: u64,
-    /// How much more than the threshold has to be left before the level falls again, in per cent.
-    /// Default 2.
-    pub slack: u64,
     /// Whether pinned memory is released at once when the level is critical, although that stalls
     /// the devices. Default `false`. Without a device nothing stalls, and memory is released at
     /// once in any case.
     pub may_stall: bool,
     hook: Option<Arc<HostHook>>,
-}
-
-impl Default for HostWatch {
-    fn default() -> Self {
-        Self { warning_left: 10, critical_left: 5, slack: 2, may_stall: false, hook: None }
-    }
 }
 
 impl HostWatch {
@@ -88,30 +83,27 @@ impl HostWatch {
         self.hook = Some(Arc::new(hook));
         self
     }
+}
 
-    /// Returns the level for one reading alone. `now` is the current level: falling below it takes
-    /// some slack.
-    fn level(&self, now: Level, total: u64, left: Option<u64>) -> Level {
-        let below = |share: u64, at: Level| {
-            let share = if now >= at { share + self.slack } else { share };
-            left.is_some_and(|left| left < total / 100 * share)
-        };
-        if below(self.critical_left, Level::Critical) {
-            Level::Critical
-        } else if below(self.warning_left, Level::Warning) {
-            Level::Warning
-        } else {
-            Level::Nominal
-        }
+/// Returns the level for one reading alone. `now` is the current level: falling below it takes some
+/// slack.
+fn level_of(now: Level, total: u64, left: Option<u64>) -> Level {
+    let below = |share: u64, at: Level| {
+        let share = if now >= at { share + SLACK } else { share };
+        left.is_some_and(|left| left < total / 100 * share)
+    };
+    if below(CRITICAL_LEFT, Level::Critical) {
+        Level::Critical
+    } else if below(WARNING_LEFT, Level::Warning) {
+        Level::Warning
+    } else {
+        Level::Nominal
     }
 }
 
 impl fmt::Debug for HostWatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HostWatch")
-            .field("warning_left", &self.warning_left)
-            .field("critical_left", &self.critical_left)
-            .field("slack", &self.slack)
             .field("may_stall", &self.may_stall)
             .field("hook", &self.hook.is_some())
             .finish()
@@ -141,8 +133,8 @@ impl LevelState {
 
     /// Evaluates a reading. The level rises at once. It falls by one after [`CALM_READINGS`]
     /// consecutive lower readings.
-    fn assess(&mut self, watch: &HostWatch, total: u64, left: Option<u64>) -> Assessment {
-        let level = watch.level(self.level, total, left);
+    fn assess(&mut self, total: u64, left: Option<u64>) -> Assessment {
+        let level = level_of(self.level, total, left);
         if level < self.level {
             self.calm += 1;
             if self.calm >= CALM_READINGS {
@@ -154,7 +146,7 @@ impl LevelState {
         }
         let per_cent = |share: u64| total / 100 * share;
         let short =
-            left.map_or(0, |left| per_cent(watch.warning_left + watch.slack).saturating_sub(left));
+            left.map_or(0, |left| per_cent(WARNING_LEFT + SLACK).saturating_sub(left));
         let wanted = match self.level {
             Level::Nominal => 0,
             Level::Warning => short,
@@ -301,7 +293,7 @@ impl HostMonitor {
         let total = self.topology.host_memory()?.unwrap_or(0);
         let before = self.state.level;
         let ceiling = &self.pinned.ceiling;
-        let critical = total / 100 * self.watch.critical_left;
+        let critical = total / 100 * CRITICAL_LEFT;
         // The figure is read within `follow`, so that the ceiling matches the count of that moment.
         let headroom = ceiling.follow(critical, || {
             let headroom = self.topology.headroom()?;
@@ -309,7 +301,7 @@ impl HostMonitor {
             Ok::<_, TopologyError>((headroom, left))
         })?;
         let left = headroom.value;
-        let Assessment { level, wanted } = self.state.assess(&self.watch, total, left);
+        let Assessment { level, wanted } = self.state.assess(total, left);
         {
             let mut status = lock(&self.status);
             status.report.looks += 1;
@@ -358,7 +350,6 @@ mod tests {
     #[test]
     fn what_is_left_raises_the_level_at_once_and_it_falls_stepwise_after_calm_readings() {
         use Level::{Critical, Nominal, Warning};
-        let watch = HostWatch::default();
         // Each step: the share left in per cent, and the level after it.
         for (name, steps) in [
             ("little is left", vec![(50, Nominal), (9, Warning)]),
@@ -391,7 +382,7 @@ mod tests {
         ] {
             let mut state = LevelState::start();
             for (step, (left, level)) in steps.into_iter().enumerate() {
-                let assessment = state.assess(&watch, ALL, Some(ALL / 100 * left));
+                let assessment = state.assess(ALL, Some(ALL / 100 * left));
                 assert_eq!(assessment.level, level, "{name}, step {step}");
             }
         }
@@ -399,10 +390,9 @@ mod tests {
 
     #[test]
     fn the_missing_bytes_are_wanted_and_all_bytes_if_the_level_is_critical() {
-        let watch = HostWatch::default();
         let wanted = |left: Option<u64>| {
             let left = left.map(|share| ALL / 100 * share);
-            LevelState::start().assess(&watch, ALL, left).wanted
+            LevelState::start().assess(ALL, left).wanted
         };
         assert_eq!(wanted(Some(50)), 0);
         assert_eq!(wanted(Some(9)), ALL / 100 * 3, "up to where the level falls");

@@ -39,9 +39,6 @@ fn main() {
         println!("cargo::rerun-if-changed={}", folder.display());
         let mut files = Vec::new();
         sources(&folder, &mut files);
-        if env::var_os("CARGO_FEATURE_OPENTELEMETRY").is_none() {
-            files.retain(|file| !file.ends_with("status/src/telemetry.rs"));
-        }
         files.sort();
         for file in files {
             let path = file.strip_prefix(allocators).unwrap().with_extension("");

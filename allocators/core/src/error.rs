@@ -1,7 +1,6 @@
 //! The error types, with the figures that are needed to act on them.
 
 mod failed_call;
-mod json;
 mod out_of_memory;
 mod remedy;
 mod text;

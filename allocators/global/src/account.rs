@@ -1,11 +1,10 @@
-//! The account of the process: what it holds, and its caps.
+//! The account of the process: what it holds, and its cap.
 //!
 //! `charged` is one shared atomic. Each thread has a slot with its *credit*, the part of `charged`
 //! that it has not used yet. See the diagram in the documentation of the crate.
 
 mod credit;
 mod figures;
-mod soft;
 pub(crate) mod tags;
 
 pub(crate) use credit::{
@@ -13,7 +12,6 @@ pub(crate) use credit::{
     try_charge_unscoped, try_credit_free,
 };
 pub use figures::{Stats, publish_status};
-pub use soft::{SoftCap, is_soft_cap_exceeded, on_soft_cap, set_soft_cap, soft_cap};
 pub use tags::{Allocated, Consumer, Held, allocated_under, held_under, top};
 
 use crate::{

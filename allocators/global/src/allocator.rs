@@ -38,11 +38,10 @@ pub struct Uncounted;
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Counted;
 
-/// As [`Counted`], with four bytes behind each block that record its tag.
+/// As [`Counted`], with two bytes behind each block that record its tag.
 ///
 /// This makes available what each tag holds ([`held_under`](crate::held_under),
-/// [`top`](crate::top)), and where held blocks were allocated (`sample_every`, with the feature
-/// `stacks`).
+/// [`top`](crate::top)).
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Tracked;
 
@@ -73,7 +72,7 @@ impl Accounting for Tracked {
 /// ```
 ///
 /// It can wrap another allocator. It can also record what each tag holds, which costs some
-/// nanoseconds and four bytes for each block:
+/// nanoseconds and two bytes for each block:
 ///
 /// ```
 /// use aquifer::{Global, global::Tracked};

@@ -3,25 +3,21 @@
 //!
 //! ```text
 //!   allocated from the inner one   │ the caller's bytes ················ │ footer │
-//!                                  block                                 + size, unaligned, four bytes
+//!                                  block                                 + size, unaligned, two bytes
 //! ```
 //!
 //! Every block of such an allocator has a footer, so a free needs no table and reads only its own
-//! block. The footer lies behind the block, because there it needs no padding for alignment. A
-//! footer is the tag of the block, or the number of its sample, which records the tag.
+//! block. The footer lies behind the block, because there it needs no padding for alignment.
 #![expect(unsafe_code, reason = "reads and writes behind blocks")]
 
 use crate::{
     account::{tags, thread_slot},
-    sample,
     thread_state::THREAD_STATE,
 };
 use std::{alloc::Layout, ptr};
 
 /// Bytes of a footer.
-pub(crate) const BYTES: usize = size_of::<u32>();
-/// Set in the number of a sample, clear in a tag.
-const SAMPLED: u32 = 1 << 31;
+pub(crate) const BYTES: usize = size_of::<u16>();
 
 /// Returns the layout with room for a footer, or `None` if no block can be that large.
 #[inline]
@@ -50,75 +46,47 @@ pub(crate) fn underlying(block: *mut u8) -> *mut u8 {
 pub(crate) unsafe fn record_new(block: *mut u8, size: usize) {
     let slot = THREAD_STATE.with(thread_slot);
     let tag = tags::count_block(slot, size);
-    let footer = encode(sample::maybe_sample(slot, tag, size), tag);
     // SAFETY: guaranteed by the caller.
-    unsafe { write(block, size, footer) };
+    unsafe { write(block, size, tag) };
 }
 
-/// Returns the footer of a live block.
+/// Returns the footer of a live block: its tag.
 ///
 /// # Safety
 /// The block is live, was recorded, and has this size.
 #[inline]
-pub(crate) unsafe fn read(block: *mut u8, size: usize) -> u32 {
+pub(crate) unsafe fn read(block: *mut u8, size: usize) -> u16 {
     // SAFETY: 1. The block has `size` bytes and a footer behind them, which was written when the
     // block was recorded. 2. Its address was exposed then, with provenance for all of it.
-    unsafe { underlying(block).add(size).cast::<u32>().read_unaligned() }
+    unsafe { underlying(block).add(size).cast::<u16>().read_unaligned() }
 }
 
 /// # Safety
 /// The block has room for a footer behind `size` bytes.
 #[inline]
-unsafe fn write(block: *mut u8, size: usize, footer: u32) {
+unsafe fn write(block: *mut u8, size: usize, tag: u16) {
     let _ = block.expose_provenance();
     // SAFETY: guaranteed by the caller.
-    unsafe { block.add(size).cast::<u32>().write_unaligned(footer) };
+    unsafe { block.add(size).cast::<u16>().write_unaligned(tag) };
 }
 
+/// Counts that a block of this tag is freed.
 #[inline]
-fn encode(sample: Option<u32>, tag: u16) -> u32 {
-    sample.map_or(u32::from(tag), |sample| sample | SAMPLED)
-}
-
-/// Returns the tag in a footer, and the sample.
-#[inline]
-fn decode(footer: u32) -> (u16, Option<u32>) {
-    if footer & SAMPLED == 0 {
-        // A footer without a sample is a tag, which fits.
-        (footer as u16, None)
-    } else {
-        let sample = footer & !SAMPLED;
-        (sample::tag(sample), Some(sample))
-    }
-}
-
-/// Counts that a block with this footer is freed.
-#[inline]
-pub(crate) fn record_free(footer: u32, size: usize) {
-    let (tag, sample) = decode(footer);
-    if let Some(sample) = sample {
-        sample::free(sample);
-    }
+pub(crate) fn record_free(tag: u16, size: usize) {
     tags::shrink(THREAD_STATE.with(thread_slot), tag, size, 1);
 }
 
-/// Counts that a block with this footer has been resized, and writes its new footer. The sampler
-/// treats it as a new block.
+/// Counts that a block of this tag has been resized, and writes its new footer.
 ///
 /// # Safety
 /// The block has room for a footer behind `new_size` bytes.
 #[inline]
-pub(crate) unsafe fn record_resize(block: *mut u8, footer: u32, old_size: usize, new_size: usize) {
-    let (tag, sample) = decode(footer);
-    if let Some(sample) = sample {
-        sample::free(sample);
-    }
+pub(crate) unsafe fn record_resize(block: *mut u8, tag: u16, old_size: usize, new_size: usize) {
     let slot = THREAD_STATE.with(thread_slot);
     match new_size.checked_sub(old_size) {
         Some(growth) => tags::grow(slot, tag, growth),
         None => tags::shrink(slot, tag, old_size - new_size, 0),
     }
-    let footer = encode(sample::maybe_sample(slot, tag, new_size), tag);
     // SAFETY: guaranteed by the caller.
-    unsafe { write(block, new_size, footer) };
+    unsafe { write(block, new_size, tag) };
 }

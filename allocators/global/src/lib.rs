@@ -15,8 +15,7 @@
 //! | module | contains |
 //! |---|---|
 //! | [`allocator`] | [`Global`]: the wrapper itself |
-//! | [`account`] | live bytes, peak, counts: [`stats`]; by tag: [`held_under`], [`allocated_under`], [`top`]; the caps: [`set_cap`], [`set_soft_cap`], [`on_soft_cap`] |
-//! | [`sample`] | call stacks of held blocks: `sample_every` (feature `stacks`), [`stacks`] |
+//! | [`account`] | live bytes, peak, counts: [`stats`]; by tag: [`held_under`], [`allocated_under`], [`top`]; the cap: [`set_cap`] |
 //! | [`report`](mod@report) | reports, also at exit: [`report()`], [`report_at_exit`] |
 //! | [`route`](mod@route) | scopes whose allocations another allocator serves: [`register`], [`route()`], [`unrouted`] |
 //!
@@ -50,7 +49,7 @@
 //! # Tags of blocks
 //! Bytes are counted by [tag](aquifer_core::Tag) when they are allocated ([`allocated_under`]). To
 //! count what a tag still *holds*, the tag of a block must be known when it is freed. The program
-//! chooses this with the type of its allocator: [`Tracked`] writes four bytes behind every block.
+//! chooses this with the type of its allocator: [`Tracked`] writes two bytes behind every block.
 //!
 //! ```
 //! use aquifer::{Global, global::Tracked};
@@ -63,7 +62,7 @@
 //! |---|---|---|
 //! | [`Uncounted`] | nothing; routes work | two loads and a comparison |
 //! | [`Counted`], the default | totals | about 2 ns a pair |
-//! | [`Tracked`] | the tag, and the call stack if sampled | about 5 ns a pair more, 4 B a block |
+//! | [`Tracked`] | the tag | about 5 ns a pair more, 2 B a block |
 //!
 //! With a table by address instead, every free would have to search the table, which is usually a
 //! cache miss. The footer behind a block is usually a hit. A header before the block would have to
@@ -85,21 +84,16 @@ mod footer;
 mod not_installed;
 pub mod report;
 pub mod route;
-pub mod sample;
 mod scope;
 mod slots;
 mod thread_state;
 
 pub use account::{
-    Allocated, Consumer, Held, SoftCap, Stats, allocated_under, cap, held_under,
-    is_soft_cap_exceeded, on_soft_cap, publish_status, reset_peak, set_cap, set_soft_cap, soft_cap,
-    stats, top,
+    Allocated, Consumer, Held, Stats, allocated_under, cap, held_under, publish_status, reset_peak,
+    set_cap, stats, top,
 };
 pub use allocator::{Counted, Global, Tracked, Uncounted};
 pub use report::{BadReportTo, Report, ReportTo, report, report_at_exit};
 pub use route::{
     Context, Over, Route, RouteId, RoutesFull, capture, is_installed, register, route, unrouted,
 };
-#[cfg(feature = "stacks")]
-pub use sample::sample_every;
-pub use sample::{Stack, stacks};

@@ -9,15 +9,14 @@ use crate::{
     account::{self, Consumer, Stats},
     not_installed::NOT_INSTALLED,
     route::{is_installed, unrouted},
-    sample::{self, Stack},
 };
 use aquifer_core::Bytes;
 use std::fmt;
 
-/// Number of tags, and of call stacks, in a report.
+/// Number of tags in a report.
 const LARGEST: usize = 20;
 
-/// A report: totals, caps, and the largest consumers with the call stacks of their blocks.
+/// A report: totals, the cap, and the largest consumers.
 ///
 /// ```
 /// use aquifer::{Global, global};
@@ -37,12 +36,8 @@ pub struct Report {
     pub stats: Stats,
     /// The cap in bytes, `u64::MAX` if there is none.
     pub cap: u64,
-    /// The soft cap in bytes, `u64::MAX` if there is none.
-    pub soft_cap: u64,
     /// The 20 largest tags ([`top`](crate::top)).
     pub top: Vec<Consumer>,
-    /// The 20 call stacks that hold the most bytes ([`stacks`](crate::stacks)).
-    pub stacks: Vec<Stack>,
 }
 
 /// Returns the current figures. Memory for the report itself is allocated after the totals are
@@ -50,15 +45,11 @@ pub struct Report {
 #[must_use]
 pub fn report() -> Report {
     let stats = account::stats();
-    sample::paused(|| {
-        unrouted(|| Report {
-            installed: is_installed(),
-            stats,
-            cap: account::cap(),
-            soft_cap: account::soft_cap(),
-            top: account::top(LARGEST),
-            stacks: sample::stacks(LARGEST),
-        })
+    unrouted(|| Report {
+        installed: is_installed(),
+        stats,
+        cap: account::cap(),
+        top: account::top(LARGEST),
     })
 }
 
@@ -83,10 +74,8 @@ impl fmt::Display for Report {
             Bytes(live),
             Bytes(peak)
         )?;
-        for (what, cap) in [("cap", self.cap), ("soft cap", self.soft_cap)] {
-            if cap != u64::MAX {
-                write!(f, "\n{what} {}", Bytes(cap))?;
-            }
+        if self.cap != u64::MAX {
+            write!(f, "\ncap {}", Bytes(self.cap))?;
         }
         if refusals > 0 {
             write!(f, "\n{refusals} refused by the cap")?;
@@ -117,9 +106,6 @@ impl fmt::Display for Report {
                 Bytes(allocated.bytes),
                 allocated.allocations
             )?;
-        }
-        for stack in &self.stacks {
-            write!(f, "\n  {stack}")?;
         }
         Ok(())
     }

@@ -3,8 +3,7 @@
 pub(crate) mod charged;
 mod slot;
 pub(crate) mod tag_cells;
-pub(crate) mod watermark;
 
 #[cfg(test)]
 pub(crate) use slot::SLOTS;
-pub(crate) use slot::{Clock, SHARED, Slot, claim, recall, slots, totals};
+pub(crate) use slot::{SHARED, Slot, claim, recall, slots, totals};

@@ -20,8 +20,6 @@ pub(crate) struct ThreadState {
     scope: Cell<*const Scope>,
     /// Whether a route is being called.
     pub(crate) in_route: Cell<bool>,
-    /// Whether sampling is paused, while a call stack is walked or reported.
-    pub(crate) sampling_paused: Cell<bool>,
 }
 
 thread_local! {
@@ -33,7 +31,6 @@ thread_local! {
             ending: Cell::new(false),
             scope: Cell::new(ptr::null()),
             in_route: Cell::new(false),
-            sampling_paused: Cell::new(false),
         }
     };
 }
@@ -126,16 +123,4 @@ impl ThreadState {
     pub(crate) fn observe_tags() {
         __tag::follow(|| THREAD_STATE.with(Self::refresh_cached_slots));
     }
-}
-
-/// Runs `work` without sampling on this thread.
-pub(crate) fn paused<R>(work: impl FnOnce() -> R) -> R {
-    struct Resume(bool);
-    impl Drop for Resume {
-        fn drop(&mut self) {
-            THREAD_STATE.with(|state| state.sampling_paused.set(self.0));
-        }
-    }
-    let _resume = Resume(THREAD_STATE.with(|state| state.sampling_paused.replace(true)));
-    work()
 }

@@ -12,9 +12,7 @@
 #[cfg(target_os = "linux")]
 mod linux {
     use aquifer_core::{Tag, impl_allocator, tagged};
-    use aquifer_global::{
-        Global, Over, RouteId, Tracked, held_under, register, route, sample_every, stats,
-    };
+    use aquifer_global::{Global, Over, RouteId, Tracked, held_under, register, route, stats};
     use std::{
         alloc::System,
         cell::Cell,
@@ -199,8 +197,7 @@ mod linux {
         let _warm = thread::spawn(|| black_box(vec![0u8; 10]).len()).join();
         // SAFETY: the handler has its type, and allocates outside of the allocator only.
         unsafe { signal(SIGUSR1, handler) };
-        // The handler's own first time, and what the library that walks stacks keeps for good.
-        sample_every(64 << 10);
+        // The handler's own first time.
         assert!((0..100).all(|_| works(to, 1)));
         let shelf = Mutex::new(Vec::with_capacity(64));
         let (ids, ended) = ([const { AtomicUsize::new(0) }; THREADS], AtomicUsize::new(0));
@@ -241,7 +238,6 @@ mod linux {
         // SAFETY: the calling thread.
         assert_eq!(unsafe { pthread_kill(pthread_self(), SIGUSR1) }, 0);
         OUTSIDE.set(None);
-        sample_every(0);
         assert!(HANDLED.load(Ordering::Relaxed) > 0, "no signal found its thread outside");
         assert_eq!(WRONG.load(Ordering::Relaxed), 0);
 

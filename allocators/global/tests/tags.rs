@@ -138,8 +138,8 @@ fn every_alignment_and_size_has_room_for_its_note() {
     assert_eq!(stats().live - below - own, bytes);
     assert_eq!(
         LIVE.load(Ordering::Relaxed) - lower,
-        bytes + 4 * blocks.len() as u64,
-        "four bytes behind each"
+        bytes + 2 * blocks.len() as u64,
+        "two bytes behind each"
     );
     for (block, layout) in blocks {
         // SAFETY: the block is live, and of this layout.
@@ -321,7 +321,7 @@ fn routed_blocks_count_too() {
     let before = stats();
     let mut list = tagged(tag, || route(to, 1000, || vec![5u8; 2000]));
     assert_eq!((bytes_and_blocks(tag), stats().routed), ((2000, 1), 2000));
-    assert_eq!(strip.used.lock().unwrap().1, 2004, "with its note");
+    assert_eq!(strip.used.lock().unwrap().1, 2002, "with its note");
     // Through, in no scope.
     list.reserve_exact(8000);
     assert_eq!((bytes_and_blocks(tag), stats().routed), ((10_000, 1), 10_000));

@@ -16,7 +16,6 @@
 //! | `line` | the figures of one cache, written by its hot path |
 //! | `reader` | the figures of all processes |
 //! | [`ledger`] | bytes of one memory, shared by the processes of a machine |
-//! | `telemetry` | the same as metrics of OpenTelemetry |
 //! | `error` | what is wrong with a file |
 //!
 //! # Invariants
@@ -43,8 +42,6 @@ mod region;
 mod sequence;
 mod slot;
 mod state;
-#[cfg(feature = "opentelemetry")]
-mod telemetry;
 pub mod text;
 
 pub use error::{FileFault, StatusError};
@@ -54,5 +51,3 @@ pub use reader::{PoolStatus, ProcessStatus, StatusFiles, StatusFolder};
 pub use region::{claim_line, is_shown};
 pub use slot::{PoolFigures, PoolKind, PoolSlot, SlotDescription, tightest_limit};
 pub use state::{PublishTimer, is_published};
-#[cfg(feature = "opentelemetry")]
-pub use telemetry::register_metrics;

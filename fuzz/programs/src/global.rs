@@ -3,7 +3,7 @@
 //! Three allocators are tested: without counting, with counting, and with tags. They wrap an
 //! allocator that tracks its blocks ([`below`]). The program allocates, zeroed or not, frees and
 //! resizes, from its own thread and from others, in nested scopes of tags and routes, under caps,
-//! with failures of the wrapped allocator, and with call stacks enabled. Invariants after every
+//! and with failures of the wrapped allocator. Invariants after every
 //! operation:
 //!
 //! - a block keeps its contents when it is resized and freed, and zeroed memory is zero;
@@ -21,7 +21,7 @@ use crate::program::{Bytes, MAX_OPS, alone};
 use aquifer_core::{Tag, tagged};
 use aquifer_global::{
     Counted, Global, Tracked, Uncounted, allocated_under, capture, held_under, report, route,
-    sample_every, set_cap, stats, top, unrouted,
+    set_cap, stats, top, unrouted,
 };
 use below::{Books, routes};
 use std::{
@@ -130,7 +130,6 @@ pub(crate) fn run(bytes: &[u8]) {
         run.steps(&mut bytes, 0);
     }
     set_cap(u64::MAX);
-    sample_every(0);
     for kind in [Kind::Uncounted, Kind::Counted, Kind::Tracked] {
         kind.books().refuse(0);
     }
@@ -170,10 +169,7 @@ impl Run {
                 19 if depth < MAX_DEPTH => unrouted(|| self.steps(bytes, depth + 1)),
                 20 if depth < MAX_DEPTH => self.elsewhere(bytes, depth),
                 21 => self.set_cap(bytes),
-                22 => match bytes.choice(3) {
-                    0 => sample_every(u64::from(bytes.small())),
-                    _ => self.kind(bytes).books().refuse(u32::from(bytes.choice(3))),
-                },
+                22 => self.kind(bytes).books().refuse(u32::from(bytes.choice(3))),
                 _ if depth > 0 => break,
                 _ => self.tell(),
             }
@@ -326,7 +322,7 @@ impl Run {
             self.blocks.iter().filter(|block| block.is_routed()).map(Block::size).sum::<u64>();
         assert_eq!(now.routed, routed);
         for block in &self.blocks {
-            let ours = if block.kind == Kind::Tracked { 4 } else { 0 };
+            let ours = if block.kind == Kind::Tracked { 2 } else { 0 };
             let strips = routes().iter().find_map(|(_, strip)| strip.layout(block.at));
             let below = strips.or_else(|| block.kind.books().layout(block.at));
             let whole = below.map(|below| (below.size() - ours, below.align()));

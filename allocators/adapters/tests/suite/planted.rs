@@ -7,7 +7,7 @@
 #![expect(unsafe_code, reason = "allocators, broken on purpose")]
 
 use allocator_api2::alloc::{AllocError, Allocator};
-use aquifer_adapters::conformance::{AllocatorCall, ContractFault, ContractViolation, Suite};
+use aquifer_adapters::conformance::{ContractFault, ContractViolation, Suite};
 use std::{
     alloc::Layout,
     cell::{Cell, RefCell},
@@ -236,21 +236,16 @@ unsafe impl Allocator for Planted {
 /// Returns the fault that the suite reports for an allocator with this bug, at the first seed that
 /// reports any.
 fn found(bug: Bug) -> Option<ContractFault> {
-    let suite = Suite::new().alignment(64).impossible(Some(ROOM * 2));
-    let mut found = (0..8).filter_map(|seed| {
-        let suite = suite.seed(seed);
-        suite.check(&Planted::new(bug)).and_then(|()| suite.check_clone(&Planted::new(bug))).err()
-    });
+    let suite = |seed| Suite { seed, alignment: 64, ..Suite::default() };
+    let mut found = (0..8).filter_map(|seed| suite(seed).check(&Planted::new(bug)).err());
     found.next().map(|violation| violation.fault)
 }
 
 #[test]
 fn one_without_a_bug_passes() {
-    let suite = Suite::new().alignment(64).impossible(Some(ROOM * 2));
-    let suite = if cfg!(miri) { suite.operations(40) } else { suite };
     for seed in 0..if cfg!(miri) { 1 } else { 4 } {
-        assert_eq!(suite.seed(seed).check(&Planted::new(Bug::None)), Ok(()));
-        assert_eq!(suite.seed(seed).check_clone(&Planted::new(Bug::None)), Ok(()));
+        let suite = Suite { seed, alignment: 64, ..Suite::default() };
+        assert_eq!(suite.check(&Planted::new(Bug::None)), Ok(()));
     }
 }
 
@@ -265,24 +260,24 @@ macro_rules! finds {
 }
 
 finds! {
-    blocks_that_overlap: Overlap => ContractFault::Overlap { ..  },
-    blocks_that_are_misaligned: Misaligned => ContractFault::Misaligned { ..  },
-    blocks_that_are_short: ShortBlock => ContractFault::Short { ..  },
-    a_growth_that_loses_its_prefix: GrowLosesPrefix => ContractFault::PrefixLost { call: AllocatorCall::Grow | AllocatorCall::GrowZeroed, ..  },
-    a_shrinkage_that_loses_its_prefix: ShrinkLosesPrefix => ContractFault::PrefixLost { call: AllocatorCall::Shrink, ..  },
-    zeroed_memory_that_is_not: DirtyZeroed => ContractFault::NotZero { call: AllocatorCall::AllocateZeroed, ..  },
-    a_zeroed_growth_that_is_not: DirtyGrowZeroed => ContractFault::NotZero { call: AllocatorCall::GrowZeroed, ..  },
-    a_size_in_range_that_is_refused: LayoutInRangeRefused => ContractFault::Unwound { call: AllocatorCall::Deallocate, ..  },
-    a_failed_growth_that_frees: FailedGrowFrees => ContractFault::FailedGrowFreed { ..  },
-    a_clone_that_cannot_free: CloneCannotFree => ContractFault::Unwound { call: AllocatorCall::Deallocate, ..  },
-    a_refused_block_of_no_bytes: ZeroSizeRefused => ContractFault::ZeroSizeRefused { ..  },
-    a_misaligned_block_of_no_bytes: ZeroSizeMisaligned => ContractFault::Misaligned { ..  },
+    blocks_that_overlap: Overlap => ContractFault::Overlap { .. },
+    blocks_that_are_misaligned: Misaligned => ContractFault::Misaligned { .. },
+    blocks_that_are_short: ShortBlock => ContractFault::Short { .. },
+    a_growth_that_loses_its_prefix: GrowLosesPrefix => ContractFault::Changed { .. },
+    a_shrinkage_that_loses_its_prefix: ShrinkLosesPrefix => ContractFault::Changed { .. },
+    zeroed_memory_that_is_not: DirtyZeroed => ContractFault::NotZero { .. },
+    a_zeroed_growth_that_is_not: DirtyGrowZeroed => ContractFault::NotZero { .. },
+    a_size_in_range_that_is_refused: LayoutInRangeRefused => ContractFault::Unwound,
+    a_failed_growth_that_frees: FailedGrowFrees => ContractFault::Overlap { .. },
+    a_clone_that_cannot_free: CloneCannotFree => ContractFault::Unwound,
+    a_refused_block_of_no_bytes: ZeroSizeRefused => ContractFault::ZeroSizeRefused { .. },
+    a_misaligned_block_of_no_bytes: ZeroSizeMisaligned => ContractFault::Misaligned { .. },
     a_free_that_writes_its_neighbour: FreeWritesNeighbour => ContractFault::Changed { .. },
 }
 
 #[test]
 fn the_same_seed_finds_the_same_thing_at_the_same_operation() {
-    let suite = Suite::new().alignment(64).seed(3);
+    let suite = Suite { seed: 3, alignment: 64, ..Suite::default() };
     let first = suite.check(&Planted::new(Bug::DirtyZeroed)).map_err(|v| v.operation);
     assert!(first.is_err());
     assert_eq!(suite.check(&Planted::new(Bug::DirtyZeroed)).map_err(|v| v.operation), first);

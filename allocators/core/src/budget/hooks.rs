@@ -146,6 +146,7 @@ pub(super) struct Reclaimer {
 ///
 /// See the example of [`OutOfMemory`](crate::OutOfMemory).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Tried {
     /// The name of the step in the slow allocation path.
     pub step: &'static str,

@@ -5,6 +5,7 @@ use std::{error, fmt};
 
 /// The error of a refused charge. The charge changed nothing.
 #[derive(Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct OutOfBudget {
     /// The name of the budget that refused: the charged one, or the nearest ancestor that has no
     /// room.
@@ -59,6 +60,14 @@ impl HeldElsewhere {
     }
 }
 
+/// The bytes and the holder, or nothing.
+#[cfg(feature = "serde")]
+impl serde::Serialize for HeldElsewhere {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        (self.bytes() > 0).then(|| (self.bytes(), self.holder())).serialize(serializer)
+    }
+}
+
 impl fmt::Display for HeldElsewhere {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write_held(f, self.bytes(), self.holder())
@@ -85,6 +94,7 @@ pub(crate) fn write_held(
 /// # Ok::<(), aquifer_core::OutOfBudget>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Raise {
     /// The name of the budget with this limit.
     pub budget: &'static str,

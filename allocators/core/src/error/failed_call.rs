@@ -4,6 +4,7 @@ use std::{error, fmt};
 
 /// A call of the GPU driver that returned an error code.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct DriverError {
     /// The call, as the driver's documentation spells it, such as `cuMemCreate`.
     pub call: &'static str,

@@ -11,6 +11,7 @@ use std::error;
 ///
 /// See the example of [`OutOfMemory`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Stranded {
     /// The stream's number in its pool.
     pub stream: u32,
@@ -24,6 +25,7 @@ pub struct Stranded {
 ///
 /// See the example of [`OutOfMemory`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct InUse {
     /// The stream's number in its pool.
     pub stream: u32,
@@ -35,6 +37,7 @@ pub struct InUse {
 ///
 /// See the example of [`OutOfMemory`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct TenantHolding {
     /// The name of its budget.
     pub name: &'static str,
@@ -45,7 +48,8 @@ pub struct TenantHolding {
 }
 
 /// Out of memory, with the figures that explain it. Its text ends with one recommended action, the
-/// [`Remedy`](crate::error::Remedy).
+/// [`Remedy`](crate::error::Remedy). With the feature `serde` it is `Serialize`, for logs that a
+/// program reads.
 ///
 /// ```
 /// use aquifer::{Budget, OutOfMemory};
@@ -53,10 +57,10 @@ pub struct TenantHolding {
 /// let mut error = OutOfMemory::new("device 0".into(), 300);
 /// error.refused = device.charge(300).err();
 /// assert!(error.to_string().ends_with("raise the limit of the device to 300 B, or ask for less at a time"));
-/// assert!(error.to_json().starts_with(r#"{"place":"device 0","requested":300,"refused":{"budget":"the device","#));
 /// ```
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct OutOfMemory {
     /// The place, such as `device 0` or `node 1`.
     pub place: String,

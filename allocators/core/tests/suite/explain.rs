@@ -1,4 +1,4 @@
-//! Tests of the text and the JSON of an error.
+//! Tests of the text of an error.
 
 use aquifer_core::{
     Budget, DriverError, MemoryError, NoGpu, OutOfBudget, OutOfMemory, SystemError, Tag,
@@ -41,21 +41,6 @@ fn the_text_names_the_refusing_node_the_largest_holders_the_attempts_and_one_act
 }
 
 #[test]
-fn the_json_holds_every_figure_under_its_name() {
-    let expected = include_str!("../golden/out_of_memory.json");
-    let mut error = full();
-    let (call, code, name) = ("cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY");
-    error.driver = Some(DriverError { call, code, name });
-    error.pending = 3 << 29;
-    error.capacity = 141 << 30;
-    error.raise = vec![Raise { budget: "the device", by: 2 << 30, to: 82 << 30 }];
-    error.in_use = vec![InUse { stream: 7, bytes: 3 << 29 }];
-    // The golden file has a line for each field.
-    let folded: String = expected.lines().map(str::trim).collect();
-    assert_eq!(error.to_json(), folded);
-}
-
-#[test]
 fn errors_read_the_same_in_debug_so_that_main_may_return_them() {
     #[track_caller]
     fn assert_same(error: impl Error) {
@@ -76,21 +61,6 @@ fn errors_read_the_same_in_debug_so_that_main_may_return_them() {
 fn the_refusal_of_a_lease_names_the_setting_that_allows_more_streams() {
     let text = MemoryError::Capacity { max: 64 }.to_string();
     assert!(text.contains("all 64 streams are leased") && text.contains("`streams`"), "{text}");
-}
-
-#[test]
-fn names_with_special_characters_are_escaped_in_json() {
-    let mut error = OutOfMemory::new("a \"place\"\\\n\u{1}é".into(), 1);
-    error.tenants = vec![TenantHolding { name: "\t", live: 0, limit: u64::MAX }];
-    let json = error.to_json();
-    assert!(
-        json.starts_with(r#"{"place":"a \"place\"\\\u000a\u0001é","requested":1,"refused":null,"#),
-        "{json}"
-    );
-    assert!(
-        json.contains(r#""tenants":[{"name":"\u0009","live":0,"limit":18446744073709551615}]"#),
-        "{json}"
-    );
 }
 
 #[test]

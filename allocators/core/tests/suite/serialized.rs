@@ -1,7 +1,7 @@
 //! Tests of the feature `serde`.
 
 use aquifer_core::{
-    Action, Budget, DeviceId, Event, PoolStats, Tag,
+    Action, Budget, DeviceId, Event, OutOfMemory, PoolStats, Tag,
     event::{BlockKind, MemoryLocation},
 };
 use serde_json::{json, to_value};
@@ -43,4 +43,17 @@ fn statistics_and_figures_are_written_by_their_fields() {
     let _charge = budget.charge(60).unwrap();
     let written = to_value(budget.figures()).unwrap();
     assert_eq!((&written["name"], &written["used"]), (&json!("serialized"), &json!(60)));
+}
+
+#[test]
+fn an_out_of_memory_error_is_written_by_its_fields() {
+    let mut error = OutOfMemory::new("device 0".into(), 300);
+    error.refused = Budget::new("serialized", 100).charge(300).err();
+    let written = to_value(error).unwrap();
+    assert_eq!((&written["place"], &written["tried"]), (&json!("device 0"), &json!([])));
+    let refused = json!({
+        "budget": "serialized", "requested": 300, "current": 0, "remaining": 100, "limit": 100,
+        "elsewhere": null,
+    });
+    assert_eq!(written["refused"], refused);
 }

@@ -9,7 +9,7 @@
 #![expect(unsafe_code, reason = "registers a function with the C library")]
 
 use super::report;
-use crate::{not_installed::print, route::unrouted, sample::paused};
+use crate::{not_installed::print, route::unrouted};
 use std::{
     env, error,
     ffi::{OsStr, OsString},
@@ -136,7 +136,7 @@ extern "C" fn at_exit() {
         return;
     }
     // Nothing may unwind into the C library. On a panic the report is lost.
-    let _ = catch_unwind(AssertUnwindSafe(|| paused(|| unrouted(write_report))));
+    let _ = catch_unwind(AssertUnwindSafe(|| unrouted(write_report)));
 }
 
 fn write_report() {

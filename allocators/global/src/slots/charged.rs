@@ -1,6 +1,5 @@
 //! The shared part of the account: the bytes that are charged, and the cap.
 
-use super::watermark;
 use crossbeam_utils::CachePadded;
 use std::sync::{
     OnceLock,
@@ -46,7 +45,6 @@ pub(crate) fn charge_account(need: u64, extra: u64) -> Option<u64> {
                 if PEAK.load(Ordering::Relaxed) < charged + added {
                     PEAK.fetch_max(charged + added, Ordering::Relaxed);
                 }
-                watermark::on_increase(charged + added);
                 on_change(charged, charged + added);
                 return Some(added);
             }
@@ -58,7 +56,6 @@ pub(crate) fn charge_account(need: u64, extra: u64) -> Option<u64> {
 /// Gives bytes back to the shared account.
 pub(crate) fn uncharge(bytes: u64) {
     let before = CHARGED.fetch_sub(bytes, Ordering::Relaxed);
-    watermark::on_decrease(before.saturating_sub(bytes));
     on_change(before, before.saturating_sub(bytes));
 }
 

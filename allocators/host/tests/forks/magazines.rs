@@ -117,7 +117,7 @@ fn the_allocator_contract_holds_with_and_without_magazines() {
     for config in [config(), without] {
         let (pool, _budget) = pool_of(config, 256 * MIB);
         for seed in 0..4 {
-            Suite::new().seed(seed).check_clone(&pool.allocator()).unwrap();
+            Suite { seed, ..Suite::default() }.check(&pool.allocator()).unwrap();
         }
         assert_eq!((pool.stats().memory.live, pool.stats().refused_frees), (0, 0));
         assert!(pool.is_consistent());
