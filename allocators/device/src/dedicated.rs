@@ -83,8 +83,8 @@ pub(crate) struct DedicatedPool {
     /// Number of threads that release memory and have not counted it yet.
     releases_under_way: AtomicU64,
     state: Mutex<State>,
-    /// The pool's slot, if this part is shown beside it, and the slot of this part.
-    status: Option<Arc<PoolSlot>>,
+    /// The pool's slot, and the slot of this part.
+    status: Arc<PoolSlot>,
     part: OnceLock<PoolSlot>,
 }
 
@@ -139,7 +139,7 @@ impl DedicatedPool {
         accessors: Arc<[DeviceId]>,
         live: LiveUsage,
         held: HeldBytes,
-        status: Option<Arc<PoolSlot>>,
+        status: Arc<PoolSlot>,
     ) -> Arc<Self> {
         let granularity = if info.virtual_memory { info.granularity } else { 0 };
         let step = if granularity > 0 {
@@ -201,10 +201,8 @@ impl DedicatedPool {
         let mut state = self.state();
         change(&mut state.usage);
         // Pools without dedicated memory need no slot for it.
-        if let Some(pool) = &self.status {
-            self.part.get_or_init(|| pool.part());
-            self.publish_usage(&state.usage);
-        }
+        self.part.get_or_init(|| self.status.part());
+        self.publish_usage(&state.usage);
     }
 
     /// Publishes the statistics, if there was any dedicated memory.
@@ -241,11 +239,6 @@ impl DedicatedPool {
         stats.growths += a.growths;
         stats.reaped += a.reaped;
         stats.physical += self.held.now();
-    }
-
-    /// Returns the live bytes.
-    pub(crate) fn live(&self) -> u64 {
-        self.state().usage.live.live()
     }
 
     /// Returns the bytes that owners have freed and the driver does not have back yet.

@@ -9,12 +9,12 @@
 
 mod give_way;
 mod raw;
-mod source;
+pub(crate) mod source;
 
 use crate::{
-    Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
-    base::{usage::LiveUsage, waits::begin_request},
-    checked::{BlockSource, CheckedPool},
+    Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
+    base::waits::begin_request,
+    checked::CheckedPool,
     direct::Direct,
     environment::Environment,
     mapped_memory::MappedMemory,
@@ -153,9 +153,7 @@ impl DevicePool {
         let core = PoolCore::new(driver, info, budget, config, memory, accessors);
         let PoolCore { driver, config, budget, .. } = &*core;
         let bypass = config.bypass.then(|| {
-            let status = core.status.parent().map(|pool| pool.part());
-            // If the blocks are checked, what users have is counted instead.
-            let usage = if debug.is_on() { LiveUsage::default() } else { core.live_usage() };
+            let (usage, status) = (core.live_usage(), Some(core.status.slot().part()));
             Direct::of_pool(driver.clone(), core.streams().clone(), budget, usage, status)
         });
         let direct = bypass.clone().map(|direct| match &config.recorder {
@@ -172,14 +170,11 @@ impl DevicePool {
         let checked = if debug.is_on() {
             let (driver, streams, recorder) =
                 (driver.clone(), core.streams().clone(), config.recorder.clone());
-            let waits = (config.adoption == Adoption::Wait, config.wait);
-            let (source, own) = (source.clone() as Arc<dyn BlockSource>, core.live_usage());
-            let checked = CheckedPool::new(source, debug, driver, streams, recorder, own, waits)?;
+            let checked = CheckedPool::new(source.clone(), debug, driver, streams, recorder)?;
             if let Some(listing) = checked.listing() {
                 let _only_once = core.listing.set(listing.clone());
             }
             checked.register(budget);
-            core.status.set_checked(&checked);
             Some(checked)
         } else {
             None
@@ -520,10 +515,10 @@ impl DevicePool {
     /// Returns the pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
-        let stats = match self.checked() {
-            None => self.handle.source.stats(),
-            Some(checked) => checked.stats(),
-        };
+        let mut stats = self.handle.source.stats();
+        if let Some(checked) = self.checked() {
+            checked.count_freed(&mut stats);
+        }
         self.core().publish();
         stats
     }

@@ -220,10 +220,10 @@ impl PoolCore {
         let observed = driver.observer().is_some();
         let slow = config.bypass || config.debug.is_on() || observed || config.recorder.is_some();
         let sharing = config.adoption != Adoption::Never;
-        let status = PoolPublisher::new(&*driver, &info, config.debug.is_on());
+        let status = PoolPublisher::new(&*driver, &info);
         let caches = Arc::<CacheList>::default();
-        let peaks = PoolPeaks::new(caches.clone(), !config.bypass && !config.debug.is_on());
-        let (live, parent) = (LiveUsage::of_pool(peaks.clone()), status.parent().cloned());
+        let peaks = PoolPeaks::new(caches.clone(), !config.bypass);
+        let (live, parent) = (LiveUsage::of_pool(peaks.clone()), status.slot().clone());
         let held = memory.held().of_other_part();
         let dedicated = DedicatedPool::new(&driver, &info, &config, accessors, live, held, parent);
         Arc::new(Self {

@@ -1,8 +1,6 @@
 //! The blocks of a pool before any checks: those of the streams' caches, or the driver's own.
 
-use crate::{
-    Block, Request, Resource, base::waits::deadline, checked::BlockSource, pool_core::PoolCore,
-};
+use crate::{Block, Request, Resource, base::waits::deadline, pool_core::PoolCore};
 use aquifer_core::{MemoryError, PoolStats, Reservation, Result, budget::Reclaim};
 use aquifer_stream::Stream;
 use std::{
@@ -11,7 +9,7 @@ use std::{
 };
 
 /// The source of a pool's blocks.
-pub(super) struct PoolSource {
+pub(crate) struct PoolSource {
     pub(super) core: Arc<PoolCore>,
     /// In bypass mode, what makes each block an allocation of the driver.
     pub(super) direct: Option<Arc<dyn Resource>>,
@@ -24,10 +22,12 @@ pub(super) fn draw(drawn: Option<&Mutex<Reservation>>, bytes: u64) {
     }
 }
 
-impl BlockSource for PoolSource {
-    /// In bypass mode, where the driver or the budget has no room, gives back the dedicated memory
-    /// of the pool, waits for it, and tries once more.
-    fn allocate(
+impl PoolSource {
+    /// Allocates a block for the request, which contains the `bytes` of a user. Draws new memory
+    /// from `drawn` first, which goes down by `bytes` or more. In bypass mode, where the driver or
+    /// the budget has no room, gives back the dedicated memory of the pool, waits for it, and tries
+    /// once more.
+    pub(crate) fn allocate(
         &self,
         stream: &Stream,
         request: Request,
@@ -51,31 +51,25 @@ impl BlockSource for PoolSource {
         }
     }
 
-    fn stats(&self) -> PoolStats {
+    /// Returns the statistics of the pool.
+    pub(super) fn stats(&self) -> PoolStats {
         match &self.direct {
             None => self.core.stats(),
             Some(direct) => self.core.stats_with(direct.stats()),
         }
     }
 
-    fn unchecked_stats(&self) -> PoolStats {
-        let mut stats = PoolStats::default();
-        self.core.dedicated.add_to(&mut stats);
-        stats
-    }
-
-    fn unchecked_live(&self) -> u64 {
-        if self.direct.is_none() { self.core.dedicated.live() } else { 0 }
-    }
-
-    fn trim(&self, keep: u64) -> Result<u64> {
+    /// Gives free memory back until at most `keep` bytes are held. Returns the bytes.
+    pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
         match &self.direct {
             None => self.core.trim(keep),
             Some(direct) => self.core.trim_with(&**direct, keep),
         }
     }
 
-    fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
+    /// Gives memory back for others, as [`Reclaim::reclaim`](aquifer_core::budget::Reclaim). Blocks
+    /// of the driver have gone back already.
+    pub(crate) fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
         if self.direct.is_none() {
             Reclaim::reclaim(&*self.core, bytes, deadline);
         }

@@ -170,7 +170,7 @@ impl CacheHost for PoolCore {
     }
 
     fn status_id(&self) -> u64 {
-        self.status.lines_id()
+        self.status.slot().id()
     }
 
     fn limit_reserve(&self) -> &LimitReserve {
