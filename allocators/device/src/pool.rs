@@ -21,7 +21,7 @@ use crate::{
     planned,
     pool_core::PoolCore,
     request::MAX_BYTES,
-    stream_cache::{CacheHost, close::sweep_released},
+    stream_cache::{CacheHost, close::retry_teardowns},
 };
 use aquifer_core::{
     Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result, Tag,
@@ -95,7 +95,7 @@ impl DevicePool {
     /// - Those of [`DevicePool::warm`], and the driver's.
     #[track_caller]
     pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
-        sweep_released();
+        retry_teardowns();
         let _site = site::enter();
         let environment = Environment::read()?;
         aquifer_status::start()?;
@@ -605,7 +605,7 @@ impl Drop for PoolHandle {
             self.core.unregister_cache(idle.cache);
             idle.retire();
         }
-        sweep_released();
+        retry_teardowns();
         self.core.dedicated.reap_nonblocking();
         // Blocks may outlive the pool. It is shown until the last of them ends.
         self.core.publish();

@@ -55,7 +55,6 @@ calls! {
     GraphLaunch = "cuGraphLaunch",
     GraphDestroy = "cuGraphDestroy",
     GraphExecDestroy = "cuGraphExecDestroy",
-    GraphRetain = "cuGraphRetainUserObject",
     MemAlloc = "cuMemAlloc",
     MemFree = "cuMemFree",
     PoolCreate = "cuMemPoolCreate",

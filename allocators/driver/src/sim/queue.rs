@@ -6,7 +6,6 @@ use super::{
     capture::CapturedPoint,
     clock::Clock,
     family::copies::CopyWork,
-    graph::ReleaseRef,
     kernel::KernelBody,
 };
 use crate::{DeviceId, RawStream, site::Site};
@@ -139,15 +138,13 @@ pub(crate) enum Work {
     WriteValue { address: u64, value: u64 },
     /// Waits until the value at the address is at least `value`.
     WaitValue { address: u64, value: u64 },
-    /// The end of a graph's launch, which drops its references to the release functions.
-    LaunchEnd(Vec<ReleaseRef>),
 }
 
 impl Work {
     /// Returns whether it calls code of the program, which must not happen under the simulator's
     /// lock.
     pub(crate) fn runs_program_code(&self) -> bool {
-        matches!(self, Self::Kernel { body: Some(_), .. } | Self::LaunchEnd(_))
+        matches!(self, Self::Kernel { body: Some(_), .. })
     }
 
     /// Returns the device memory that the driver checks when a graph with this work is
@@ -168,8 +165,7 @@ impl Work {
             Self::Inaccessible
             | Self::Wait { .. }
             | Self::WriteValue { .. }
-            | Self::WaitValue { .. }
-            | Self::LaunchEnd(_) => &[],
+            | Self::WaitValue { .. } => &[],
         }
     }
 }
