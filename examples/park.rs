@@ -31,12 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // SAFETY: 1. only this thread queues work for the weights, and none of them is lent. 2. their
     // addresses are not stored elsewhere.
     let parked = unsafe { pool.park(server, how) }?;
-    println!(
-        "asleep: {} saved, {} released in {:?}",
-        Bytes(parked.saved),
-        Bytes(parked.released),
-        parked.took
-    );
+    println!("asleep: {} saved, {} released", Bytes(parked.saved), Bytes(parked.released));
     assert_eq!(s.fill(&mut weights[0], 0.0), Err(MemoryError::Parked { tag: server }));
 
     // Training uses nearly all of the device.

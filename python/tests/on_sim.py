@@ -383,7 +383,7 @@ print(library.stats(0)["physical"] // MIB)
         handle, _ = self.share(memory)
         name = "\0aquifer-share-%d-%s" % (int.from_bytes(handle[4:8], "little"), handle[8:24].hex())
         block = b"%d" % int.from_bytes(handle[24:], "little")
-        request = b"aqask\0\0\x02" + bytes(8) + len(block).to_bytes(8, "little") + block.ljust(64, b"\0")
+        request = (b"aqask-4 1 " + block).ljust(256, b"\0")
 
         def connected():
             made = socket.socket(socket.AF_UNIX)

@@ -145,8 +145,7 @@ impl LevelState {
             (self.level, self.calm) = (level, 0);
         }
         let per_cent = |share: u64| total / 100 * share;
-        let short =
-            left.map_or(0, |left| per_cent(WARNING_LEFT + SLACK).saturating_sub(left));
+        let short = left.map_or(0, |left| per_cent(WARNING_LEFT + SLACK).saturating_sub(left));
         let wanted = match self.level {
             Level::Nominal => 0,
             Level::Warning => short,

@@ -357,35 +357,6 @@ fn a_graph_of_cudarc_replays_beside_other_traffic_with_no_wrong_byte() {
     rig.assert_all_gone();
 }
 
-#[test]
-fn a_graph_of_cudarc_keeps_its_memory_until_the_driver_reports_its_end() {
-    let Some(rig) = Rig::new() else { return };
-    let on = rig.stream();
-    let graphs = rig.pool.graph_pool().unwrap();
-    let announced = graphs.announce(&on.s).unwrap();
-    on.cu.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED).unwrap();
-    drop(rig.work(&on, rig.kept(&on)));
-    let graph = on.cu.end_capture(CUgraphInstantiate_flags(0)).unwrap().unwrap();
-    let handle = graph.cu_graph() as usize as u64;
-    // SAFETY: 1. created by cudarc on this device, and alive.
-    let raw = unsafe { aquifer::driver::RawGraph::from_raw(rig.pool.device(), handle) };
-    announced.end().keep_until_released(raw).unwrap();
-    drop(graphs);
-    // cudarc has created its executable before. The driver reports the end of the graph itself, not
-    // of launches of the executable.
-    rig.gpu.context.synchronize().unwrap();
-    rig.pool.trim(0).unwrap();
-    assert!(rig.pool.stats().graphs > 0, "the graph lives");
-    drop(graph);
-    // A thread of the driver reports it.
-    let begun = Instant::now();
-    while rig.pool.stats().graphs > 0 && begun.elapsed().as_secs() < 10 {
-        rig.pool.trim(0).unwrap();
-        thread::yield_now();
-    }
-    rig.assert_all_gone();
-}
-
 /// The control: without an announcement the capture's block is an ordinary one, and a replay
 /// overwrites its next owner.
 #[test]

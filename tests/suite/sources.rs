@@ -167,7 +167,7 @@ fn an_incorrect_wrapper_is_found_and_causes_no_damage() {
     let rig = rig(Sim::h200(1), 4, SLOT, true, None);
     let short = Short(rig.pool.clone(), AtomicU64::new(0));
     let broken = conformance(&short, std::slice::from_ref(&rig.s), 10, 7).unwrap_err();
-    assert!(matches!(broken, BrokenPromise::TooShort { .. }), "{broken}");
+    assert!(matches!(broken, BrokenPromise::Unfit { .. }), "{broken}");
     // Every user of its blocks checks their length.
     assert!(matches!(
         DeviceBuffer::<u8>::new_in(&short, &rig.s, 1000).map(drop),

@@ -22,9 +22,10 @@ use std::ops::Add;
 pub struct PoolStats {
     /// Bytes in live blocks, in rounded sizes. Of device memory this includes stable blocks,
     /// committed elements of reserved memory, parkable blocks that are not parked, and blocks of
-    /// graphs, but no memory that another process has exported to this one.
+    /// graphs, but no memory that another process has exported to this one. Where debugging puts
+    /// guards around blocks, they count too.
     pub live: u64,
-    /// Bytes in live blocks, in requested sizes.
+    /// Bytes in live blocks, in requested sizes. Guards count as for `live`.
     pub requested: u64,
     /// Free bytes that are backed by memory and can be allocated again. Includes memory that
     /// queued work of its own stream may still use, physical handles that are mapped nowhere, and
@@ -46,7 +47,8 @@ pub struct PoolStats {
     /// that other streams may still use in `pending` too.
     pub graphs: u64,
     /// The maximum of `requested`, of all streams together. A device pool with several streams
-    /// reports up to 1 MiB more for each of them that has live blocks, and never less.
+    /// reports up to 1 MiB more for each of them that has live blocks, and never less. Blocks that
+    /// debugging holds back count.
     pub peak_requested: u64,
     /// The maximum of `live`, counted like `peak_requested`.
     pub peak_live: u64,

@@ -5,26 +5,23 @@
 //! freed block returns here first, and to the pool after its guards have been read:
 //!
 //! ```text
-//!   drop ──▶ other uses done? ──yes──▶ filled with POISON_FREED ──▶ guards read ──▶ pool
-//!                  │ no                  ▲
-//!                  ▼                     │
-//!               waiting ── at the next release, if they are
+//!   drop ──▶ waits on the device for other uses ──▶ POISON_FREED ──▶ guards read ──▶ pool
 //! ```
 //!
-//! - **A drop never blocks**: it queues a fill at most. Reading guards back blocks until the work
-//!   queued on the block's stream is done. It happens at the next allocation, under memory
+//! - **A drop never blocks**: it queues waits and a fill at most. Reading guards back blocks until
+//!   the work queued on the block's stream is done. It happens at the next allocation, under memory
 //!   pressure, at a trim, a check or the end of the pool.
 //! - **Freed blocks are available**: they are released before the pool refuses, and when others
 //!   reclaim from it. Wrappers' limits are not charged for them.
 //! - **Guards cost memory**: [`GUARD_BYTES`] behind each block, and before it as many or the
-//!   block's alignment. A recorder sees the blocks of the pool: with guards, and freed when they
-//!   return to the pool.
+//!   block's alignment. Statistics and a recorder see the blocks of the pool: with guards, and for
+//!   peaks and a recorder freed when they return to the pool.
 //!
 //! # Limits
 //! These are not detected: a write of the byte value that is already there, a write into another
 //! block, a write after the free, and reads, except by the poison that they return. A block of a
 //! stream whose handle may become invalid at any time returns without a check, and so does a block
-//! that outlives its pool.
+//! that outlives its pool, or that has an open use when it is freed.
 
 mod guards;
 mod reports;
@@ -35,7 +32,7 @@ pub use reports::{Fault, Finding, LeakGroup, LeakReport};
 pub use settings::{Debugging, FindingHook};
 
 use crate::{
-    Adoption, Block, DeviceBuffer, Request,
+    Block, DeviceBuffer, Request,
     base::{
         addresses::FreedAddresses,
         driver::{is_shortage, notify_observer},
@@ -43,8 +40,7 @@ use crate::{
         pending::{DeferredFree, PendingUses, PendingWork},
         record::{BlockRecord, LiveBlockList},
         released::reclaim_cost,
-        usage::LiveUsage,
-        waits::{deadline, has_passed},
+        waits::has_passed,
     },
     block::{DriverBlock, ReleaseBlock},
     pool_core::PoolCore,
@@ -58,7 +54,7 @@ use aquifer_driver::{DeviceRange, KeepAlive, Ownership, RawStream, site};
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
 use guards::{GuardLayout, GuardedBlock};
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
     mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
@@ -72,15 +68,6 @@ const MAX_FINDINGS: usize = 1024;
 
 /// Pause between two checks whether another thread is done.
 const INSPECTION_POLL: Duration = Duration::from_micros(50);
-
-/// What to do with a freed block that cannot be read.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum OnUnread {
-    /// It stays for one more attempt, and is released after that.
-    Keep,
-    /// It is released, and that is reported.
-    Release,
-}
 
 /// The allocation path of a pool whose blocks are checked.
 pub(crate) struct CheckedPool {
@@ -106,16 +93,14 @@ struct CheckedState {
     /// Live blocks by their user address.
     live: BTreeMap<u64, CheckedBlock>,
     /// Freed blocks that have not returned to the pool, oldest first.
-    freed: VecDeque<FreedBlock>,
+    freed: Vec<FreedBlock>,
     /// Number of threads that have removed freed blocks from the list to read them.
     inspecting: u32,
-    /// Bytes returned to the pool so far.
+    /// Number of blocks returned to the pool so far.
     returned: u64,
     /// Addresses of freed blocks that no later block has had.
     freed_addresses: FreedAddresses,
     closed: bool,
-    /// Statistics of the users' blocks.
-    own: LiveUsage,
 }
 
 /// A live block.
@@ -136,10 +121,6 @@ struct FreedBlock {
     uses: Uses,
     until_free: UntilFree,
     generation: u64,
-    /// Whether its uses are over and it has been filled.
-    settled: bool,
-    /// Whether one attempt to read it back has failed.
-    refused: bool,
 }
 
 impl CheckedPool {
@@ -166,12 +147,11 @@ impl CheckedPool {
             findings: Mutex::default(),
             state: Mutex::new(CheckedState {
                 live: BTreeMap::new(),
-                freed: VecDeque::new(),
+                freed: Vec::new(),
                 inspecting: 0,
                 returned: 0,
                 freed_addresses: FreedAddresses::default(),
                 closed: false,
-                own: core.live_usage(0),
             }),
             registration: OnceLock::new(),
         }))
@@ -184,9 +164,15 @@ impl CheckedPool {
         }
     }
 
-    /// Returns the bytes that have been freed and not been returned to the pool.
-    fn held_back(&self) -> u64 {
-        self.state().freed.iter().map(|freed| freed.capacity).sum()
+    /// Counts freed blocks that have not returned to the pool as such in its statistics.
+    pub(crate) fn count_freed(&self, stats: &mut PoolStats) {
+        for freed in &self.state().freed {
+            stats.live = stats.live.saturating_sub(freed.capacity);
+            stats.pending += freed.capacity;
+            stats.requested = stats.requested.saturating_sub(freed.held.requested());
+            stats.blocks = stats.blocks.saturating_sub(1);
+            stats.frees += 1;
+        }
     }
 
     fn device(&self) -> DeviceId {
@@ -208,19 +194,14 @@ impl CheckedPool {
         let allocated_at = site::current();
         let layout = GuardLayout::new(&request, self.settings.canaries);
         let around = layout.around(&request);
-        self.release_freed(false, OnUnread::Keep);
+        self.release_freed();
         let held = loop {
             match self.core.allocate_unchecked(stream, around, drawn, request.size()) {
                 Ok(held) => break held,
-                Err(error)
-                    if is_shortage(&error)
-                        && self.reclaim_freed(deadline(self.core.config.wait)) > 0 => {}
-                // Reports the user's sizes, not those with guards.
+                Err(error) if is_shortage(&error) && self.reclaim_freed() => {}
+                // Reports the user's size, not that with guards.
                 Err(MemoryError::OutOfMemory(mut error)) => {
                     error.requested = request.size();
-                    let held_back = error.live.saturating_sub(self.users().live);
-                    error.live -= held_back;
-                    error.pending += held_back;
                     return Err(MemoryError::OutOfMemory(error));
                 }
                 Err(error) => return Err(error),
@@ -239,7 +220,6 @@ impl CheckedPool {
         let held = Some(GuardedBlock::new(memory, layout, owner_stream.clone()));
         {
             let mut state = self.state();
-            state.own.record_alloc(capacity, request.size());
             state.freed_addresses.remove(address);
             let block = CheckedBlock { record, capacity, held, freed: None };
             let before = state.live.insert(address, block);
@@ -290,35 +270,32 @@ impl CheckedPool {
     fn process_freed(&self, live: CheckedBlock, deferred: DeferredFree) {
         let CheckedBlock { record, capacity, held: Some(held), .. } = live else { return };
         let DeferredFree { work: PendingWork { uses, .. }, until_free, generation, .. } = deferred;
-        let settled = uses.is_empty();
-        let mut freed = FreedBlock {
-            record,
-            capacity,
-            held,
-            uses,
-            until_free,
-            generation,
-            settled,
-            refused: false,
-        };
-        let needed = self.settings.canaries || !settled && self.settings.poison;
-        let retained = needed && is_usable(&freed.held.owner_stream);
-        // Filled before the observer learns of the free: afterwards the owner stream may not use
-        // the block.
-        if settled {
-            self.fill_freed(&freed);
+        let mut freed = FreedBlock { record, capacity, held, uses, until_free, generation };
+        let stream = &freed.held.owner_stream;
+        let is_checked = self.settings.canaries || self.settings.poison;
+        // Filled and read behind all uses, which the stream waits for on the device. The observer
+        // learns of the free afterwards: from then on the stream may not use the block.
+        let is_ordered = is_checked
+            && is_usable(stream)
+            && freed.uses.order_before(stream, freed.record.address).is_ok();
+        if is_ordered && self.settings.poison {
+            let _named = freed.name_site();
+            // If the driver refuses, reads of it return no poison.
+            let _ = freed.held.fill_body(POISON_FREED);
         }
-        if retained && !self.state().closed {
-            self.notify_retained(&freed, None);
+        let is_retained = is_ordered && self.settings.canaries;
+        if is_retained && !self.state().closed {
+            self.notify_retained(&freed);
         }
         // Without debugging the memory would be free now, and charges of wrappers must end at the
         // same time.
-        let over = if retained && settled { freed.until_free.take() } else { None };
+        let over =
+            if is_retained && freed.uses.is_empty() { freed.until_free.take() } else { None };
         drop(over);
         let leaves = {
             let mut state = self.state();
-            if retained && !state.closed {
-                state.freed.push_back(freed);
+            if is_retained && !state.closed {
+                state.freed.push(freed);
                 None
             } else {
                 Some(freed)
@@ -330,10 +307,9 @@ impl CheckedPool {
     }
 
     /// Reports to the driver's observer which streams may still use a freed block: other streams
-    /// with open uses, the reader, and `filler`. The owner stream may not.
-    fn notify_retained(&self, freed: &FreedBlock, filler: Option<&Timeline>) {
+    /// with uses, and the reader. The owner stream may not.
+    fn notify_retained(&self, freed: &FreedBlock) {
         let mut users: Vec<RawStream> = freed.uses.iter().map(|u| u.on().noted()).collect();
-        users.extend(filler.map(Timeline::noted));
         users.extend(self.reader().map(|reader| reader.stream.raw()));
         let range = DeviceRange {
             device: self.device(),
@@ -351,49 +327,22 @@ impl CheckedPool {
         );
     }
 
-    /// Fills a freed block whose uses are over. If the driver refuses, reads of it return no
-    /// poison.
-    fn fill_freed(&self, freed: &FreedBlock) {
-        if self.settings.poison && is_usable(&freed.held.owner_stream) {
-            let _named = freed.name_site();
-            let _ = freed.held.fill_body(POISON_FREED);
-        }
-    }
-
-    /// Completes the free of a block that was kept until its last use was over.
-    fn settle(&self, freed: &mut FreedBlock) {
-        debug_assert!(
-            !freed.settled && freed.uses.is_empty(),
-            "a free is completed twice or early"
-        );
-        // Without debugging the memory would be free now, and charges of wrappers must end at the
-        // same time.
-        drop(freed.until_free.take());
-        if self.settings.poison && is_usable(&freed.held.owner_stream) {
-            self.notify_retained(freed, Some(&freed.held.owner_stream));
-            self.fill_freed(freed);
-            self.notify_retained(freed, None);
-        }
-        freed.settled = true;
-    }
-
     /// Returns the memory to the pool, with the uses that are not over and the values to be dropped
     /// when they are.
     fn return_block(&self, freed: FreedBlock) {
-        let FreedBlock { record, held, uses, until_free, capacity, .. } = freed;
+        let FreedBlock { record, held, uses, until_free, .. } = freed;
         let _named = site::enter_as(record.freed_at);
         let mut block = held.into_block(uses);
         if let Some(mut things) = until_free {
             block.meta_mut().until_free.get_or_insert_default().append(&mut things);
         }
         drop(block);
-        self.state().returned += capacity;
+        self.state().returned += 1;
     }
 
-    /// Reads freed blocks whose uses are over and returns them to the pool. Polls the uses of the
-    /// others. With `order`, the owner stream waits for stamped uses on the device, which ends
-    /// them. Returns the faults. Blocks until the work before the frees is done.
-    fn release_freed(&self, order: bool, on_unread: OnUnread) -> Vec<Finding> {
+    /// Reads freed blocks and returns them to the pool. Returns their faults. Blocks until the work
+    /// before the frees is done.
+    fn release_freed(&self) -> Vec<Finding> {
         let freed = {
             let mut state = self.state();
             if state.freed.is_empty() {
@@ -402,57 +351,19 @@ impl CheckedPool {
             state.inspecting += 1;
             mem::take(&mut state.freed)
         };
-        let (mut still, mut found) = (VecDeque::new(), Vec::new());
+        let mut found = Vec::new();
         for mut freed in freed {
-            if !freed.settled {
-                // After a refusal the block stays on the list, and the next call tries again.
-                let _ = freed.uses.poll();
-                let (owner_stream, address) = (&freed.held.owner_stream, freed.record.address);
-                if !freed.uses.are_over()
-                    && order
-                    && freed.uses.order_before(owner_stream, address).is_ok()
-                {
-                    freed.uses.clear();
-                }
-                if freed.uses.is_empty() {
-                    self.settle(&mut freed);
-                }
+            let (mut faults, read) = self.inspect(&mut freed.held);
+            match read {
+                // A lost device cannot be read.
+                Ok(()) | Err(MemoryError::DeviceLost { .. }) => {}
+                Err(error) => faults.push(Fault::Unchecked { error }),
             }
-            if freed.settled && self.is_read(&mut freed, on_unread, &mut found) {
-                self.return_block(freed);
-            } else {
-                still.push_back(freed);
-            }
+            found.extend(faults.into_iter().map(|fault| self.report(fault, freed.record.clone())));
+            self.return_block(freed);
         }
-        let mut state = self.state();
-        still.append(&mut state.freed);
-        state.freed = still;
-        state.inspecting -= 1;
+        self.state().inspecting -= 1;
         found
-    }
-
-    /// Reads the guards of a freed block, and adds its faults. Returns whether it can be released.
-    fn is_read(
-        &self,
-        freed: &mut FreedBlock,
-        on_unread: OnUnread,
-        found: &mut Vec<Finding>,
-    ) -> bool {
-        let (faults, read) = self.inspect(&mut freed.held);
-        found.extend(faults.into_iter().map(|fault| self.report(fault, freed.record.clone())));
-        let keeps = on_unread == OnUnread::Keep;
-        let leaves = match read {
-            Ok(()) => true,
-            // A lost device cannot be read.
-            Err(MemoryError::DeviceLost { .. }) => !keeps,
-            Err(_) if keeps && !freed.refused => false,
-            Err(error) => {
-                found.push(self.report(Fault::Unchecked { error }, freed.record.clone()));
-                true
-            }
-        };
-        freed.refused |= !leaves;
-        leaves
     }
 
     /// Reads the guards of a block while the pool is open. Returns the faults. Blocks.
@@ -465,42 +376,26 @@ impl CheckedPool {
         (faults, read)
     }
 
-    /// Releases freed blocks. Returns their bytes. Blocks. If no block's uses are over, other
-    /// streams' uses are waited for on the device, or by the host until `deadline` if streams may
-    /// not wait for each other.
-    fn reclaim_freed(&self, deadline: Option<Instant>) -> u64 {
-        let waits = self.core.config.adoption == Adoption::Wait;
+    /// Releases freed blocks, and waits until another thread has returned those that it reads.
+    /// Returns whether there were any. Blocks.
+    fn reclaim_freed(&self) -> bool {
         let before = self.state().returned;
-        let returned = || self.state().returned - before;
-        self.release_freed(false, OnUnread::Release);
-        if returned() == 0 {
-            if !waits {
-                self.wait_for_uses(deadline);
-            }
-            self.release_freed(waits, OnUnread::Release);
-        }
-        // Blocks that other threads are reading are returned as well.
-        while returned() == 0 && self.state().inspecting > 0 {
+        self.release_freed();
+        let is_waiting = || {
+            let state = self.state();
+            state.returned == before && state.inspecting > 0
+        };
+        while is_waiting() {
             thread::sleep(INSPECTION_POLL);
         }
-        returned()
-    }
-
-    /// Waits for stamped uses of freed blocks.
-    fn wait_for_uses(&self, deadline: Option<Instant>) {
-        let uses: Vec<_> =
-            self.state().freed.iter().flat_map(|freed| freed.uses.stamped()).collect();
-        for (on, epoch) in uses {
-            // After a refusal the block stays on the list.
-            let _ = on.wait(epoch, deadline);
-        }
+        self.state().returned > before
     }
 
     /// Checks the guards of live blocks and of freed ones that have not returned to the pool.
     /// Returns the faults that were not reported before. Blocks until the work queued on the
     /// blocks' own streams is done.
     pub(crate) fn check(&self) -> Result<Vec<Finding>> {
-        let mut found = self.release_freed(false, OnUnread::Keep);
+        let mut found = self.release_freed();
         let numbers: Vec<(u64, u64)> = {
             let state = self.state();
             let live = |(&address, live): (&u64, &CheckedBlock)| (address, live.record.number);
@@ -546,18 +441,14 @@ impl CheckedPool {
     /// Gives free memory back to the driver, also that of freed blocks, until the pool holds at
     /// most `keep` bytes.
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
-        self.release_freed(false, OnUnread::Keep);
+        self.release_freed();
         self.core.trim(keep)
     }
 
     /// Checks and releases all freed blocks, and reports live ones. Blocks.
     pub(crate) fn close(&self) {
         self.state().closed = true;
-        self.wait_for_uses(None);
-        self.release_freed(false, OnUnread::Release);
-        // Blocks with open uses return to the pool with them, where they stay pending.
-        let waiting = mem::take(&mut self.state().freed);
-        waiting.into_iter().for_each(|freed| self.return_block(freed));
+        self.release_freed();
         for group in self.leaks().unwrap_or_default().groups() {
             for block in &group.blocks {
                 self.report(Fault::Leak, block.clone());
@@ -565,31 +456,6 @@ impl CheckedPool {
         }
         let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(reader);
-    }
-
-    /// Returns what users have. Dedicated memory is counted beside the checks, and all other blocks
-    /// with the counters here.
-    fn users(&self) -> PoolStats {
-        let mut users = PoolStats::default();
-        self.core.dedicated.add_live_to(&mut users);
-        let state = self.state();
-        state.own.add_to(&mut users);
-        state.own.peak().set_in(&mut users);
-        users
-    }
-
-    /// Returns the users' statistics.
-    pub(crate) fn stats(&self) -> PoolStats {
-        let users = self.users();
-        let mut stats = self.core.stats();
-        // Memory that is held through the checks and has no user is pending.
-        let live = users.live.min(stats.live);
-        stats.pending += stats.live - live;
-        (stats.live, stats.requested) = (live, users.requested);
-        (stats.peak_live, stats.peak_requested) = (users.peak_live, users.peak_requested);
-        (stats.blocks, stats.allocations) = (users.blocks, users.allocations);
-        stats.frees = users.frees;
-        stats
     }
 
     /// Returns whether a block at this address has been freed, and no block has been there since.
@@ -664,7 +530,7 @@ impl Reclaim for CheckedPool {
     }
 
     fn offer(&self) -> Offer {
-        let bytes = self.held_back();
+        let bytes = self.state().freed.iter().map(|freed| freed.capacity).sum();
         Offer { bytes, cost: reclaim_cost(0, Duration::ZERO, bytes, Duration::from_nanos(1300)) }
     }
 
@@ -672,14 +538,13 @@ impl Reclaim for CheckedPool {
         if has_passed(deadline) {
             return;
         }
-        let mut given = 0;
-        while given < bytes {
-            match self.reclaim_freed(deadline) {
-                0 => break,
-                more => given += more,
-            }
+        // Reading the guards waits for as much, and without a limit.
+        let owners: Vec<_> =
+            self.state().freed.iter().map(|freed| freed.held.owner_stream.clone()).collect();
+        let is_done = |on: &Arc<Timeline>| on.wait(on.open(), deadline) == Ok(true);
+        if owners.iter().all(is_done) && self.reclaim_freed() {
+            Reclaim::reclaim(&*self.core, bytes, deadline);
         }
-        Reclaim::reclaim(&*self.core, bytes, deadline);
     }
 
     fn waits(&self) -> bool {
@@ -700,17 +565,13 @@ impl ReleaseBlock for CheckedPool {
             let Some(live) = state.live.get_mut(&address) else { return };
             live.record.freed_at = freed_at;
             live.record.freed_by = freed_by;
-            let (capacity, bytes, inspected) =
-                (live.capacity, live.record.bytes, live.held.is_none());
-            state.own.record_free(capacity, bytes);
-            state.freed_addresses.insert(address);
-            if inspected {
+            if live.held.is_none() {
                 // The thread that reads the guards continues with the free.
-                if let Some(live) = state.live.get_mut(&address) {
-                    live.freed = Some(deferred);
-                }
+                live.freed = Some(deferred);
+                state.freed_addresses.insert(address);
                 None
             } else {
+                state.freed_addresses.insert(address);
                 state.live.remove(&address).map(|live| (live, deferred))
             }
         };

@@ -1,9 +1,10 @@
 //! A conformance test for [`Resource`] implementations of users.
 
 use crate::{Block, DeviceBuffer, Request, Resource};
-use aquifer_core::{BLOCK_ALIGN, DeviceId, MemoryError, PoolStats, Result};
+use aquifer_core::{BLOCK_ALIGN, MemoryError, Result, random::SplitMix64};
+use aquifer_driver::DeviceRange;
 use aquifer_stream::Stream;
-use std::{error, fmt, ops::Range};
+use std::{error, fmt};
 
 /// The largest request, in bytes.
 const LARGEST: u64 = 64 << 10;
@@ -16,57 +17,37 @@ const LIVE: usize = 16;
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum BrokenPromise {
-    /// A valid request was refused.
+    /// A valid request was refused, or work on its block.
     Refused {
         /// Number of bytes requested.
         bytes: u64,
         /// The error.
         error: MemoryError,
     },
-    /// An invalid request was granted.
+    /// A request with an invalid alignment was granted.
     Granted {
-        /// Number of bytes requested.
-        bytes: u64,
         /// The alignment requested.
         align: u64,
     },
-    /// A block is shorter than requested.
-    TooShort {
+    /// A block is shorter than requested, its address is not a multiple of [`BLOCK_ALIGN`], or it
+    /// is on another device than its source.
+    Unfit {
         /// Number of bytes requested.
         requested: u64,
-        /// Bytes of the block.
-        bytes: u64,
-    },
-    /// A block's address is not a multiple of [`BLOCK_ALIGN`].
-    Misaligned {
-        /// The block's address.
-        address: u64,
-    },
-    /// A block is on another device.
-    OfAnotherDevice {
-        /// The source's device.
-        expected: DeviceId,
-        /// The block's device.
-        actual: DeviceId,
+        /// The block.
+        block: DeviceRange,
     },
     /// Two live blocks overlap.
     Overlap {
         /// The new block.
-        new: Range<u64>,
+        new: DeviceRange,
         /// The older block.
-        held: Range<u64>,
+        held: DeviceRange,
     },
     /// A live block does not hold the bytes written to it.
     Overwritten {
-        /// The block's address.
-        address: u64,
-    },
-    /// Work on a block failed.
-    Unusable {
-        /// The block's address.
-        address: u64,
-        /// The error.
-        error: MemoryError,
+        /// The block.
+        block: DeviceRange,
     },
     /// The number of live blocks is wrong.
     Miscounted {
@@ -81,42 +62,32 @@ impl fmt::Display for BrokenPromise {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Refused { bytes, error } => {
-                write!(f, "a request for {bytes} bytes was refused: {error}")
+                write!(f, "a request for {bytes} bytes, or work on its block, was refused: {error}")
             }
-            Self::Granted { bytes, align } => {
-                write!(f, "a request for {bytes} bytes aligned to {align} was granted")
-            }
-            Self::TooShort { requested, bytes } => {
-                write!(f, "a block of {bytes} bytes where {requested} were requested")
-            }
-            Self::Misaligned { address } => {
-                write!(f, "a block at {address:#x}, which is no multiple of {BLOCK_ALIGN}")
-            }
-            Self::OfAnotherDevice { expected, actual } => {
-                write!(f, "a block of {actual} from {expected}")
+            Self::Granted { align } => write!(f, "a request aligned to {align} was granted"),
+            Self::Unfit { requested, block } => {
+                let block = place(block);
+                write!(f, "the block at {block} does not serve a request for {requested} bytes")
             }
             Self::Overlap { new, held } => {
-                let (new_end, held_end) = (new.end, held.end);
-                write!(
-                    f,
-                    "a block at {:#x}..{new_end:#x} overlaps one at {:#x}..{held_end:#x}",
-                    new.start, held.start
-                )
+                write!(f, "the block at {} overlaps the live one at {}", place(new), place(held))
             }
-            Self::Overwritten { address } => {
-                write!(f, "the live block at {address:#x} does not hold what was written to it")
-            }
-            Self::Unusable { address, error } => {
-                write!(f, "work on the block at {address:#x} failed: {error}")
+            Self::Overwritten { block } => {
+                let block = place(block);
+                write!(f, "the live block at {block} does not hold what was written to it")
             }
             Self::Miscounted { expected, told } => {
-                write!(f, "{expected} blocks are live, and the statistics tell {told}")
+                write!(f, "{expected} blocks are live, but the statistics say {told}")
             }
         }
     }
 }
 
 impl error::Error for BrokenPromise {}
+
+fn place(&DeviceRange { device, address, bytes }: &DeviceRange) -> String {
+    format!("{address:#x} of {bytes} bytes on {device}")
+}
 
 /// A live block, its fill byte, and the stream that wrote it.
 struct FilledBlock<'s> {
@@ -126,34 +97,21 @@ struct FilledBlock<'s> {
 }
 
 impl FilledBlock<'_> {
-    fn range(&self) -> Range<u64> {
-        let start = self.buffer.block().address();
-        start..start + self.buffer.len() as u64
+    fn range(&self) -> DeviceRange {
+        DeviceRange { bytes: self.buffer.len() as u64, ..extent(self.buffer.block()) }
     }
 
     fn check(&self) -> Result<(), BrokenPromise> {
-        let address = self.buffer.block().address();
         let mut back = vec![!self.byte; self.buffer.len()];
         let read = self.stream.try_scope(|c| c.download(&self.buffer, &mut back));
-        read.map_err(|error| BrokenPromise::Unusable { address, error })?;
-        if back.iter().all(|&byte| byte == self.byte) {
-            Ok(())
-        } else {
-            Err(BrokenPromise::Overwritten { address })
-        }
+        read.map_err(|error| BrokenPromise::Refused { bytes: self.range().bytes, error })?;
+        let is_whole = back.iter().all(|&byte| byte == self.byte);
+        is_whole.then_some(()).ok_or(BrokenPromise::Overwritten { block: self.range() })
     }
 }
 
-/// The xorshift generator (Marsaglia, 2003). The same seed yields the same sequence.
-struct Xorshift(u64);
-
-impl Xorshift {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % bound
-    }
+fn extent(block: &Block) -> DeviceRange {
+    DeviceRange { device: block.device(), address: block.address(), bytes: block.bytes() }
 }
 
 /// Checks that `resource` keeps the contract of [`Resource`]. Returns the first violation.
@@ -180,30 +138,28 @@ pub fn conformance(
     seed: u64,
 ) -> Result<(), BrokenPromise> {
     let Some(first) = streams.first() else { return Ok(()) };
-    if let Err(error) = resource.allocate(first, Request::bytes(0)) {
-        return Err(BrokenPromise::Refused { bytes: 0, error });
-    }
-    let (bytes, align) = (BLOCK_ALIGN, 3);
-    if resource.allocate(first, Request::bytes(bytes).align(align)).is_ok() {
-        return Err(BrokenPromise::Granted { bytes, align });
+    let empty = resource.allocate(first, Request::bytes(0));
+    empty.map_err(|error| BrokenPromise::Refused { bytes: 0, error })?;
+    let align = 3;
+    if resource.allocate(first, Request::bytes(BLOCK_ALIGN).align(align)).is_ok() {
+        return Err(BrokenPromise::Granted { align });
     }
     let before = resource.stats().blocks;
-    // The seed must not be 0, the generator's only fixed point.
-    let mut random = Xorshift(seed | 1);
+    let mut random = SplitMix64::new(seed);
+    let mut below = |bound: u64| random.next_u64() % bound;
     let mut live: Vec<FilledBlock<'_>> = Vec::new();
     for round in 0..rounds {
-        if live.len() == LIVE || (!live.is_empty() && random.below(3) == 0) {
-            let at = random.below(live.len() as u64) as usize;
+        if live.len() == LIVE || (!live.is_empty() && below(3) == 0) {
+            let at = below(live.len() as u64) as usize;
             live.swap_remove(at).check()?;
         } else {
-            let stream = &streams[random.below(streams.len() as u64) as usize];
+            let stream = &streams[below(streams.len() as u64) as usize];
             // Small requests are the most frequent, as in real programs.
-            let most = LARGEST >> random.below(10);
-            let bytes = 1 + random.below(most);
+            let most = LARGEST >> below(10);
+            let bytes = 1 + below(most);
             live.push(allocate_filled(resource, stream, bytes, round as u8, &live)?);
         }
-        let PoolStats { blocks: told, .. } = resource.stats();
-        let expected = before + live.len() as u64;
+        let (expected, told) = (before + live.len() as u64, resource.stats().blocks);
         if told != expected {
             return Err(BrokenPromise::Miscounted { expected, told });
         }
@@ -211,7 +167,7 @@ pub fn conformance(
     live.iter().try_for_each(FilledBlock::check)
 }
 
-/// Allocates a block, checks its address, and fills it.
+/// Allocates a block, checks where it lies, and fills it.
 fn allocate_filled<'s>(
     resource: &(impl Resource + ?Sized),
     stream: &'s Stream,
@@ -219,36 +175,20 @@ fn allocate_filled<'s>(
     byte: u8,
     live: &[FilledBlock<'_>],
 ) -> Result<FilledBlock<'s>, BrokenPromise> {
-    let block = resource
-        .allocate(stream, Request::bytes(requested))
-        .map_err(|error| BrokenPromise::Refused { bytes: requested, error })?;
-    check_extent(resource.device(), &block, requested)?;
-    let address = block.address();
-    let buffer = DeviceBuffer::from_block(block)
-        .map_err(|declined| BrokenPromise::Unusable { address, error: declined.error })?;
+    let refused = |error| BrokenPromise::Refused { bytes: requested, error };
+    let block = resource.allocate(stream, Request::bytes(requested)).map_err(refused)?;
+    let new = extent(&block);
+    let is_aligned = new.address.is_multiple_of(BLOCK_ALIGN);
+    if new.bytes < requested || !is_aligned || new.device != resource.device() {
+        return Err(BrokenPromise::Unfit { requested, block: new });
+    }
+    let ends = |range: DeviceRange| range.address + range.bytes;
+    let mut held = live.iter().map(FilledBlock::range);
+    if let Some(held) = held.find(|held| held.address < ends(new) && new.address < ends(*held)) {
+        return Err(BrokenPromise::Overlap { new, held });
+    }
+    let buffer = DeviceBuffer::from_block(block).map_err(|declined| refused(declined.error))?;
     let mut filled = FilledBlock { buffer, byte, stream };
-    let new = filled.range();
-    if let Some(other) =
-        live.iter().find(|other| other.range().start < new.end && new.start < other.range().end)
-    {
-        return Err(BrokenPromise::Overlap { new, held: other.range() });
-    }
-    stream
-        .fill(&mut filled.buffer, byte)
-        .map_err(|error| BrokenPromise::Unusable { address, error })?;
+    stream.fill(&mut filled.buffer, byte).map_err(refused)?;
     Ok(filled)
-}
-
-fn check_extent(expected: DeviceId, block: &Block, requested: u64) -> Result<(), BrokenPromise> {
-    let (address, bytes, actual) = (block.address(), block.bytes(), block.device());
-    if bytes < requested {
-        return Err(BrokenPromise::TooShort { requested, bytes });
-    }
-    if !address.is_multiple_of(BLOCK_ALIGN) {
-        return Err(BrokenPromise::Misaligned { address });
-    }
-    if actual != expected {
-        return Err(BrokenPromise::OfAnotherDevice { expected, actual });
-    }
-    Ok(())
 }

@@ -84,8 +84,8 @@ pub(crate) struct DedicatedPool {
     /// Number of threads that release memory and have not counted it yet.
     releases_under_way: AtomicU64,
     state: Mutex<State>,
-    /// The pool's slot, if this part is shown beside it, and the slot of this part.
-    status: Option<Arc<PoolSlot>>,
+    /// The pool's slot, and the slot of this part.
+    status: Arc<PoolSlot>,
     part: OnceLock<PoolSlot>,
 }
 
@@ -144,7 +144,7 @@ impl DedicatedPool {
         accessors: Arc<[DeviceId]>,
         (live, plain): (LiveUsage, LiveUsage),
         held: HeldBytes,
-        status: Option<Arc<PoolSlot>>,
+        status: Arc<PoolSlot>,
     ) -> Arc<Self> {
         let granularity = if info.virtual_memory { info.granularity } else { 0 };
         let step = if granularity > 0 {
@@ -206,10 +206,8 @@ impl DedicatedPool {
         let mut state = self.state();
         change(&mut state.usage);
         // Pools without dedicated memory need no slot for it.
-        if let Some(pool) = &self.status {
-            self.part.get_or_init(|| pool.part());
-            self.publish_usage(&state.usage);
-        }
+        self.part.get_or_init(|| self.status.part());
+        self.publish_usage(&state.usage);
     }
 
     /// Publishes the statistics, if there was any dedicated memory.
@@ -247,11 +245,6 @@ impl DedicatedPool {
         stats.growths += a.growths;
         stats.reaped += a.reaped;
         stats.physical += self.held.now();
-    }
-
-    /// Adds the live memory that is no block of bypass mode.
-    pub(crate) fn add_live_to(&self, stats: &mut PoolStats) {
-        self.state().usage.live.add_to(stats);
     }
 
     /// Counts a block of bypass mode.

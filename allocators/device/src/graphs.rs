@@ -58,11 +58,8 @@
 //! The memory is released after the last of its pool handles, graphs, announcements and blocks is
 //! dropped, and after the host has seen the last launch done on each stream. Dropping makes no
 //! driver call and never waits: the memory is released at the next slow path, trim or close of the
-//! device pool. For graphs of other libraries there are three cases:
-//!
-//! - Their launches are reported ([`Captured::launched`]).
-//! - The driver reports their end ([`Captured::keep_until_released`]).
-//! - Neither: then the whole device is synchronised before the memory is released.
+//! device pool. If the launches of another library's graph are not reported
+//! ([`Captured::launched`]), the whole device is synchronised before the memory is released.
 //!
 //! # Cost
 //! A device pool without open announcements serves blocks as if there were none. While one is open,
@@ -80,7 +77,6 @@ pub use graph::{Captured, Graph};
 use crate::{
     Block, DevicePool, Request,
     slot_memory::{SlotMemories, SlotMemory},
-    stream_cache::close::sweep_released,
 };
 use announcement::AnnouncedStreams;
 use aquifer_core::{PoolStats, Result, Tag, event::BlockKind};
@@ -147,7 +143,6 @@ impl DevicePool {
     #[track_caller]
     pub fn graph_pool(&self) -> Result<GraphPool> {
         let _site = site::enter();
-        sweep_released();
         self.core().dedicated.reap_nonblocking();
         GraphPool::new(self, None)
     }
@@ -200,7 +195,6 @@ impl DevicePool {
         let _site = site::enter();
         let core = self.core();
         core.parkable_memories(tag)?;
-        sweep_released();
         core.dedicated.reap_nonblocking();
         GraphPool::new(self, Some(tag))
     }
@@ -228,38 +222,20 @@ impl GraphPool {
     #[track_caller]
     pub fn announce(&self, stream: &Stream) -> Result<Announced> {
         let _site = site::enter();
-        Announced::new(
-            &self.pool,
-            &self.memory,
-            AnnouncedStreams::Stream(stream.timeline().clone()),
-            false,
-        )
+        let streams = AnnouncedStreams::Stream(stream.timeline().clone());
+        Announced::new(&self.pool, &self.memory, streams)
     }
 
-    /// Like [`GraphPool::announce`], for every stream for whose handle `whose` returns `true`.
+    /// Like [`GraphPool::announce`], for every stream for whose handle `whose` returns `true`, and
+    /// also for its work that is not captured: until the returned value is dropped, all blocks for
+    /// these streams come from this memory. For runtimes that identify captures by something else
+    /// than a stream, and run work once before they capture it, with the same memory.
     ///
-    /// `whose` is called whenever a block is allocated for a capturing stream, on the allocating
-    /// thread and with no lock held. It must not allocate from this pool. It must also return
-    /// `true` for streams that join the capture, possibly before it is called for any other stream
-    /// of it. For example, it can compare the number of the capture. If several announcements
-    /// include a stream, the newest applies.
-    ///
-    /// # Errors
-    /// None so far.
-    #[track_caller]
-    pub fn announce_where(
-        &self,
-        whose: impl Fn(RawStream) -> bool + Send + Sync + 'static,
-    ) -> Result<Announced> {
-        let _site = site::enter();
-        let streams = AnnouncedStreams::Matching(Box::new(whose));
-        Announced::new(&self.pool, &self.memory, streams, false)
-    }
-
-    /// Like [`GraphPool::announce_where`], also for work that is not captured: until the returned
-    /// value is dropped, every block for a stream for whose handle `whose` returns `true` comes
-    /// from this memory. For programs that run work once before they capture it, with the same
-    /// memory.
+    /// `whose` is called whenever a block is allocated, on the allocating thread and with no lock
+    /// held. It must not allocate from this pool. It must also return `true` for streams that join
+    /// the capture, possibly before it is called for any other stream of it. For example, it can
+    /// compare the number of the capture. If several announcements include a stream, the newest
+    /// applies.
     ///
     /// A block that is freed outside of a capture is reused by its stream at once, and after the
     /// end of the announcement by later captures and announcements, as soon as its work is known to
@@ -276,7 +252,7 @@ impl GraphPool {
     ) -> Result<Announced> {
         let _site = site::enter();
         let streams = AnnouncedStreams::Matching(Box::new(whose));
-        Announced::new(&self.pool, &self.memory, streams, true)
+        Announced::new(&self.pool, &self.memory, streams)
     }
 
     /// Keeps the free memory of this pool from now on, also where no captured work has used it: for
@@ -319,27 +295,20 @@ impl GraphPool {
         Ok(block)
     }
 
-    /// Allocates a block from the free memory of this pool alone, for work on `stream` that is not
+    /// Allocates a block from the free memory of this pool, for work on `stream` that is not
     /// captured: memory of last resort, when [`DevicePool::alloc`] finds none. When it is freed,
-    /// the memory is this pool's again. Never blocks and takes no memory from the driver.
+    /// the memory is this pool's again. Never blocks.
     ///
     /// Returns `None` if no free range is large enough, if `stream` captures, or if the pool has a
     /// graph whose launches are not recorded, since every launch may write free memory.
     ///
     /// # Errors
-    /// As [`DevicePool::alloc`] for an invalid request, or a limit of its tag; the driver's.
+    /// As [`GraphPool::alloc_at`], if another thread takes the range first.
     #[track_caller]
     pub fn alloc_free(&self, stream: &Stream, request: Request) -> Result<Option<Block>> {
-        let _site = site::enter();
-        let core = self.pool.core();
-        let request = core.checked(request)?;
-        let of_tag = core.charge_tag(stream, &request)?;
-        let Some(mut block) = self.memory.allocate_free(stream, request)? else {
-            return Ok(None);
-        };
-        core.list_for_leaks(&mut block, None);
-        block.count_for_tag(of_tag);
-        Ok(Some(block))
+        let request = self.pool.core().checked(request)?;
+        let found = self.memory.find_free(stream, &request)?;
+        found.map(|address| self.alloc_at(stream, request, address)).transpose()
     }
 
     /// Returns the pool's statistics. `physical` is all of its memory, `cached` what later captures

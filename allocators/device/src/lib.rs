@@ -270,7 +270,7 @@ pub use decorators::{FailureCallback, Log, OnFailure};
 pub use direct::Direct;
 pub use graphs::{Announced, Captured, Graph, GraphPool};
 pub use pages::{DevicePages, ForeignPages, PageRun};
-pub use park::{Elsewhere, Park, ParkReport, Parkable, PendingPark, PendingResume, ResumeReport};
+pub use park::{Park, ParkReport, Parkable, PendingPark, PendingResume, ResumeReport};
 pub use pool::DevicePool;
 pub use request::MAX_ALIGN;
 pub use reserved::Reserved;

@@ -21,7 +21,7 @@
 //! the caches. So parkable blocks come from a [`Parkable`], which is separate: it has its own
 //! addresses, and handles that no other tag uses. Parking a tag releases all of these handles,
 //! including the free parts between its blocks, and none of other tags. The tag's other memory, in
-//! the caches or stable or reserved, stays and is reported.
+//! the caches or stable or reserved, stays.
 //!
 //! Memory of graphs is parked with a tag too, if it comes from
 //! [`DevicePool::parkable_graph_pool`].
@@ -29,8 +29,8 @@
 //! # What a parked block is
 //! The owner keeps its token, with the same address. Every use of it fails with
 //! [`MemoryError::Parked`]: `order`, `prepare`, a copy, a fill, a launch, a recorded use. So does a
-//! new block of the tag. The block may be dropped, which makes no driver call. Its saved contents
-//! are freed with the last block that shares their piece of host memory. A kernel that still uses
+//! new block of the tag. The block may be dropped, which makes no driver call, and its saved
+//! contents are freed with it. A kernel that still uses
 //! the bare address accesses unmapped memory: on a device this destroys the context, and the
 //! simulated GPU reports it.
 //!
@@ -53,7 +53,7 @@
 
 mod pending;
 
-pub use crate::slot_memory::{Elsewhere, Park, ParkReport, ResumeReport};
+pub use crate::slot_memory::{Park, ParkReport, ResumeReport};
 pub use pending::{PendingPark, PendingResume};
 
 use crate::{
@@ -155,7 +155,7 @@ impl DevicePool {
     /// [`DevicePool::resume`]. Other tags are not affected.
     ///
     /// Blocks the thread until all of it is done. For a tag without parkable blocks nothing is
-    /// parked, and the report contains its other memory.
+    /// parked.
     ///
     /// # Safety
     /// 1. From the call until a resume, no work is queued that was ordered before it: if a view of
@@ -197,9 +197,9 @@ impl DevicePool {
         if core.dedicated.step() == 0 {
             return Err(UNSUPPORTED);
         }
-        let until = how.deadline.or_else(|| deadline(core.config.wait));
+        let until = deadline(core.config.wait);
         let memories = core.feature::<SlotMemories>().of(tag);
-        PendingPark::begin(self, memories, tag, &how, until)
+        PendingPark::begin(core, memories, &how, until)
     }
 
     /// Resumes the parked blocks of `tag` at their addresses: takes memory for all of them from the
@@ -208,9 +208,9 @@ impl DevicePool {
     /// contents. Does nothing for a tag that is not parked.
     ///
     /// Makes room as [`DevicePool::alloc_stable`] does, and blocks until the contents are there. If
-    /// the budget is exhausted, or another thread parks or resumes the tag, waits for it until
-    /// `deadline`, or not at all without one. So several threads may resume a tag: one does it, and
-    /// the others return when it is done.
+    /// another thread parks or resumes the tag, waits for it until `deadline`, or not at all
+    /// without one. So several threads may resume a tag: one does it, and the others return when it
+    /// is done.
     ///
     /// # Errors
     /// [`MemoryError::OutOfMemory`]; [`MemoryError::Parked`] if another thread still parks or
@@ -233,7 +233,7 @@ impl DevicePool {
     pub fn begin_resume(&self, tag: Tag, deadline: Option<Instant>) -> Result<PendingResume> {
         let _site = site::enter();
         let memories = self.core().feature::<SlotMemories>().of(tag);
-        PendingResume::begin(self.core(), memories, tag, deadline)
+        PendingResume::begin(self.core(), memories, deadline)
     }
 
     /// Returns the bytes of physical memory in parkable blocks and graph pools of this tag, with

@@ -20,7 +20,7 @@ use crate::{
     pool_core::{PoolCore, allocate::draw},
     request::MAX_BYTES,
     sharing_policy::held_parts,
-    stream_cache::{CacheHost, close::sweep_released},
+    stream_cache::{CacheHost, close::retry_teardowns},
 };
 use aquifer_core::{
     Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result, Tag,
@@ -90,7 +90,7 @@ impl DevicePool {
     /// - Those of [`DevicePool::warm`], and the driver's.
     #[track_caller]
     pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
-        sweep_released();
+        retry_teardowns();
         let _site = site::enter();
         let environment = Environment::read()?;
         aquifer_status::start()?;
@@ -158,7 +158,6 @@ impl DevicePool {
                 let _only_once = core.listing.set(listing.clone());
             }
             checked.register();
-            core.status.set_checked(&checked);
             Some(checked)
         } else {
             None
@@ -469,10 +468,10 @@ impl DevicePool {
     /// Returns the pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
-        let stats = match self.checked() {
-            None => self.core().stats(),
-            Some(checked) => checked.stats(),
-        };
+        let mut stats = self.core().stats();
+        if let Some(checked) = self.checked() {
+            checked.count_freed(&mut stats);
+        }
         self.core().publish();
         stats
     }
@@ -556,7 +555,7 @@ impl Drop for PoolHandle {
             self.core.unregister_cache(idle.cache);
             idle.retire();
         }
-        sweep_released();
+        retry_teardowns();
         self.core.dedicated.reap_nonblocking();
         // Blocks may outlive the pool. It is shown until the last of them ends.
         self.core.publish();

@@ -220,14 +220,11 @@ impl PoolCore {
         let observed = driver.observer().is_some();
         let slow = config.bypass || config.debug.is_on() || observed || config.recorder.is_some();
         let sharing = config.adoption != Adoption::Never;
-        let status = PoolPublisher::new(&*driver, &info, config.debug.is_on());
+        let status = PoolPublisher::new(&*driver, &info);
         let caches = Arc::<CacheList>::default();
-        let peaks = PoolPeaks::new(caches.clone(), !config.bypass && !config.debug.is_on());
-        let (live, parent) = (LiveUsage::of_pool(peaks.clone(), 0), status.parent().cloned());
-        // If the blocks are checked, what users have is counted instead.
-        let is_checked = config.debug.is_on();
-        let plain =
-            if is_checked { LiveUsage::default() } else { LiveUsage::of_pool(peaks.clone(), 0) };
+        let peaks = PoolPeaks::new(caches.clone(), !config.bypass);
+        let usage = || LiveUsage::of_pool(peaks.clone(), 0);
+        let (live, plain, parent) = (usage(), usage(), status.slot().clone());
         let held = memory.held().of_other_part();
         let dedicated =
             DedicatedPool::new(&driver, &info, &config, accessors, (live, plain), held, parent);

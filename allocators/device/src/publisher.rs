@@ -1,31 +1,26 @@
 //! The slot from which other processes read the figures of a pool.
 
-use crate::checked::CheckedPool;
 use aquifer_driver::{DeviceInfo, Driver};
 use aquifer_status::{PoolKind, PoolSlot, PublishTimer, SlotDescription};
 use std::sync::{
-    Arc, OnceLock, Weak,
+    Arc,
     atomic::{AtomicU64, Ordering},
 };
 
-/// The pool's slot, and whose figures it has.
+/// The pool's slot, and when it was last written.
 pub(crate) struct PoolPublisher {
     slot: Arc<PoolSlot>,
-    /// Whether the pool's blocks are checked. The checks then count what users have, and caches
-    /// and parts do not count for the pool.
-    is_checked: bool,
-    checked: OnceLock<Weak<CheckedPool>>,
     /// When the figures were last published, and the physical bytes then.
     timer: PublishTimer,
     published_bytes: AtomicU64,
 }
 
 impl PoolPublisher {
-    pub(crate) fn new(driver: &dyn Driver, info: &DeviceInfo, is_checked: bool) -> Self {
+    pub(crate) fn new(driver: &dyn Driver, info: &DeviceInfo) -> Self {
         let description = describe(driver, info, PoolKind::Device, &info.name);
         let slot = Arc::new(PoolSlot::open(description));
         let (timer, published_bytes) = (PublishTimer::new(), AtomicU64::new(0));
-        Self { slot, is_checked, checked: OnceLock::new(), timer, published_bytes }
+        Self { slot, timer, published_bytes }
     }
 
     /// Records that the figures are published with these physical bytes.
@@ -40,34 +35,8 @@ impl PoolPublisher {
         self.published_bytes.load(Ordering::Relaxed) != physical || self.timer.is_due()
     }
 
-    pub(crate) fn slot(&self) -> &PoolSlot {
+    pub(crate) fn slot(&self) -> &Arc<PoolSlot> {
         &self.slot
-    }
-
-    /// Returns whether the pool's blocks are checked.
-    pub(crate) fn is_checked(&self) -> bool {
-        self.is_checked
-    }
-
-    /// Returns the checks whose statistics are the pool's, if they exist by now.
-    pub(crate) fn checked(&self) -> Option<Arc<CheckedPool>> {
-        self.checked.get().and_then(Weak::upgrade)
-    }
-
-    /// Returns the slot that caches count for, or 0.
-    pub(crate) fn lines_id(&self) -> u64 {
-        if self.is_checked { 0 } else { self.slot.id() }
-    }
-
-    /// Returns the slot that parts of the pool belong to, or `None` if they are not shown by
-    /// themselves.
-    pub(crate) fn parent(&self) -> Option<&Arc<PoolSlot>> {
-        (!self.is_checked).then_some(&self.slot)
-    }
-
-    /// Sets the checks whose statistics are the pool's.
-    pub(crate) fn set_checked(&self, checked: &Arc<CheckedPool>) {
-        let _only_once = self.checked.set(Arc::downgrade(checked));
     }
 }
 
@@ -101,7 +70,7 @@ mod tests {
     fn figures_are_due_when_held_memory_has_changed_or_after_the_interval() {
         let driver = Sim::h200(1).driver();
         let info = driver.device_info(DeviceId(0)).unwrap();
-        let publisher = PoolPublisher::new(&*driver, &info, false);
+        let publisher = PoolPublisher::new(&*driver, &info);
         publisher.record_published(4096);
         assert!(publisher.is_due(8192) && publisher.is_due(0), "the bytes have changed");
         let begun = std::time::Instant::now();

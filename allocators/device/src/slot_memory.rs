@@ -21,11 +21,11 @@ mod settings;
 
 pub(crate) use give_back::SlotMemories;
 pub(crate) use ranges::Capture;
-pub(crate) use saved::{RestoredContents, SavedContents};
-pub use settings::{Elsewhere, Park, ParkReport, ResumeReport};
+pub(crate) use saved::{RestoredContents, SavedBlock};
+pub use settings::{Park, ParkReport, ResumeReport};
 
 use crate::{
-    Adoption, Block,
+    Block,
     backing::{handle::Handle, window::Grid},
     base::{
         driver::check_stream_device,
@@ -192,8 +192,7 @@ impl SlotMemory {
         self.pool.upgrade().ok_or(MemoryError::Closed)
     }
 
-    /// Takes a range with new memory. Where the budget is short, takes one that the stream waits
-    /// for on the device, if it may. Where there is no memory, waits for the work on free ranges.
+    /// Takes a range with new memory. Where there is none, waits for the work on free ranges.
     fn wait_or_grow(
         &self,
         stream: &Stream,
@@ -202,29 +201,6 @@ impl SlotMemory {
         capture: Capture,
     ) -> Result<Range> {
         let (pool, timeline) = (self.open_pool()?, stream.timeline());
-        let new = bytes.next_multiple_of(self.span.slot);
-        if pool.budget().remaining() < new
-            && pool.config.adoption == Adoption::Wait
-            && timeline.waits_unasked()
-        {
-            let found = {
-                let free = &mut self.state().slots.ranges.free;
-                let found = free.find_filled(bytes, request.alignment(), |_| true);
-                found.and_then(|(_, range)| Some((range, free.take(range)?)))
-            };
-            if let Some((range, deps)) = found {
-                match self.order_behind(timeline, range, deps) {
-                    Ok(_) => return Ok(range),
-                    // The stream cannot wait for these now. Other memory may be available.
-                    Err(
-                        MemoryError::Capturing { .. }
-                        | MemoryError::OtherThread { .. }
-                        | MemoryError::UnknownId,
-                    ) => {}
-                    Err(error) => return Err(error),
-                }
-            }
-        }
         match self.grow(&pool, stream, bytes, request, capture) {
             Err(MemoryError::OutOfMemory(error)) => {
                 let until = deadline(pool.config.wait);
@@ -481,10 +457,10 @@ impl ReleaseBlock for SlotMemory {
         let range = Range { start: block.address, len: block.bytes };
         let stream = block.timeline.number();
         block.work.fence_at_once();
-        let (over, pieces, events) = {
+        let (over, live, events) = {
             let mut state = self.state();
             let taken = state.slots.take_back(&self.dedicated, &block);
-            let Some((live, pieces)) = taken else { return };
+            let Some(live) = taken else { return };
             let phase = state.slots.phase;
             // Made under the lock: as soon as it is released, the range may become another block. A
             // parked block was already accounted as freed when it was parked.
@@ -507,10 +483,10 @@ impl ReleaseBlock for SlotMemory {
                 state.slots.ranges.defer(block);
                 None
             };
-            (over, pieces, events)
+            (over, live, events)
         };
         self.dedicated.send(events);
-        drop((over, pieces));
+        drop((over, live));
     }
 }
 

@@ -15,8 +15,6 @@
 //! cannot be exported, and which every transport accepts.
 
 mod error;
-mod forks;
-mod listener;
 mod server;
 mod share;
 mod wire;

@@ -54,7 +54,6 @@ calls! {
     GraphLaunch = "cuGraphLaunch",
     GraphDestroy = "cuGraphDestroy",
     GraphExecDestroy = "cuGraphExecDestroy",
-    GraphRetain = "cuGraphRetainUserObject",
     MemAlloc = "cuMemAlloc",
     MemFree = "cuMemFree",
     PoolCreate = "cuMemPoolCreate",

@@ -162,9 +162,6 @@ pub unsafe trait Events: Debug + Send + Sync {
     fn event_synchronize(&self, event: RawEvent) -> Result<()>;
 }
 
-/// A function to call when a graph is no longer in use. See [`Graphs::graph_on_release`].
-pub type OnRelease = Box<dyn FnOnce() + Send>;
-
 /// The capture that a stream takes part in (`CUstreamCaptureStatus`, and the capture's id).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum CaptureStatus {
@@ -225,8 +222,6 @@ pub enum CaptureStatus {
 ///    it is launched on.
 /// 3. [`Graphs::capture_status`] never reports two captures by the same number, and never reports a
 ///    capturing stream as not capturing.
-/// 4. A function registered with [`Graphs::graph_on_release`] is called only when the graph, every
-///    executable of it and every launch of one are gone.
 pub unsafe trait Graphs: Debug + Send + Sync {
     /// Begins a capture on a stream (`cuStreamBeginCapture`). `mode` selects the calls that are
     /// refused, and invalidate it, until it is ended. Does not block.
@@ -297,19 +292,6 @@ pub unsafe trait Graphs: Debug + Send + Sync {
     /// # Errors
     /// Errors of the driver.
     unsafe fn graph_exec_destroy(&self, exec: RawGraphExec) -> Result<()>;
-
-    /// Registers a function to call once when the graph, every executable created from it from now
-    /// on, and every launch of those have ended (`cuUserObjectCreate` and
-    /// `cuGraphRetainUserObject`). Does not block.
-    ///
-    /// `call` runs some time afterwards, on a thread of the driver or inside the call that released
-    /// the last reference. It must not call the driver, must not panic, and must not wait for a
-    /// lock that is held during driver calls. It should only set a flag that another thread acts
-    /// on.
-    ///
-    /// # Errors
-    /// Errors of the driver. `call` is then dropped and never called.
-    fn graph_on_release(&self, graph: RawGraph, call: OnRelease) -> Result<()>;
 }
 
 /// The bytes that a pool of the driver holds.

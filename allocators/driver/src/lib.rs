@@ -55,8 +55,7 @@ pub use copies::{Copies, Pattern, Rows};
 pub use devices::{DeviceInfo, Devices, MemoryInfo, losses};
 pub use driver::{Driver, Relaxed, same_machine};
 pub use families::{
-    CaptureMode, CaptureStatus, Events, Graphs, HostMemory, Memory, OnRelease, Physical, PoolUsage,
-    Streams,
+    CaptureMode, CaptureStatus, Events, Graphs, HostMemory, Memory, Physical, PoolUsage, Streams,
 };
 pub use foreign::{External, Foreign};
 pub use handles::{PhysicalHandle, PoolHandle, RawEvent, RawGraph, RawGraphExec, RawStream};

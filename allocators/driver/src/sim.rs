@@ -39,7 +39,6 @@
 //! | copy to pageable memory | the copy, and the work before it | the host |
 //! | graph launch | work queued on its stream, and earlier launches of the same executable on any stream | its nodes, and through all of them the work queued on the stream afterwards |
 //! | graph | a node, as it was captured | the nodes after it in its stream or by an event |
-//! | [release of a graph](crate::Graphs::graph_on_release) | all launches | the host, whose call detects the release |
 //! | the driver's own pools | the free of a block | the work of the next owner |
 //!
 //! These are **not** edges, even if a driver waits there today: `cuMemFree` and `cuMemAlloc`;

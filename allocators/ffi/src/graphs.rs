@@ -18,10 +18,7 @@ use std::{
     collections::HashMap,
     ffi::{c_char, c_int, c_void},
     ptr::{null_mut, with_exposed_provenance_mut},
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 /// Returns whether work on a stream belongs to the pool.
@@ -78,9 +75,6 @@ struct TorchPool {
     serves_last: bool,
 }
 
-/// The number of pools that serve other requests. Usually 0, which saves the lock.
-static LAST_RESORTS: AtomicUsize = AtomicUsize::new(0);
-
 /// Whether work is served from a pool.
 #[derive(Default)]
 enum CaptureState {
@@ -94,15 +88,6 @@ enum CaptureState {
 impl TorchPool {
     fn is_unused(&self) -> bool {
         self.users == 0 && matches!(self.state, CaptureState::Idle)
-    }
-
-    /// Counts that the pool will serve other requests, or will not, if that is a change.
-    fn set_last_resort_count(&self, serves: bool) {
-        match (self.serves_last, serves) {
-            (false, true) => LAST_RESORTS.fetch_add(1, Ordering::Release),
-            (true, false) => LAST_RESORTS.fetch_sub(1, Ordering::Release),
-            _ => 0,
-        };
     }
 }
 
@@ -204,7 +189,7 @@ fn remove_if_unused(
 ) -> Option<TorchPool> {
     let pools = pools.as_mut()?;
     let removed = pools.get(&key).is_some_and(TorchPool::is_unused).then(|| pools.remove(&key));
-    removed.flatten().inspect(|pool| pool.set_last_resort_count(false))
+    removed.flatten()
 }
 
 /// Stops serving work from a pool.
@@ -335,16 +320,12 @@ pub extern "C" fn aq_torch_pool_use_on_oom(
 ) -> aq_status {
     enter(|| {
         let key = key(device, first, second)?;
-        let mut pools = pools();
-        match pools.as_mut().and_then(|pools| pools.get_mut(&key)) {
-            Some(pool) => {
-                pool.set_last_resort_count(serves != 0);
-                pool.serves_last = serves != 0;
-                Ok(())
-            }
-            None if serves == 0 => Ok(()),
-            None => Err(no_pool(key, "does not exist")),
+        match pools().as_mut().and_then(|pools| pools.get_mut(&key)) {
+            Some(pool) => pool.serves_last = serves != 0,
+            None if serves == 0 => {}
+            None => return Err(no_pool(key, "does not exist")),
         }
+        Ok(())
     })
 }
 
@@ -363,30 +344,26 @@ pub(crate) unsafe fn last_resort(
     refused: Failure,
 ) -> CallResult<u64> {
     let is_shortage = matches!(refused.status(), Status::OutOfMemory | Status::OutOfBudget);
-    if !is_shortage || LAST_RESORTS.load(Ordering::Acquire) == 0 {
-        return Err(refused);
-    }
-    let (filters, memories): (Vec<_>, Vec<_>) = {
-        let pools = pools();
-        let of_device =
-            pools.iter().flatten().filter(|(key, _)| (key.0, key.1) == (runtime, device));
-        let parts = of_device.map(|(_, pool)| {
-            let memory = pool.memory.as_ref().filter(|_| pool.serves_last);
-            (pool.filter.clone(), memory.cloned())
-        });
-        parts.unzip()
-    };
-    // The filters are foreign code and run without the lock.
     let handle = stream.addr() as u64;
-    if filters.iter().flatten().any(|filter| filter.includes(handle)) {
+    // The filters are foreign code and run without the lock.
+    let found: Vec<_> = pools()
+        .iter()
+        .flatten()
+        .filter(|(key, _)| (key.0, key.1) == (runtime, device))
+        .map(|(_, pool)| {
+            (pool.filter.clone(), pool.memory.as_ref().filter(|_| pool.serves_last).cloned())
+        })
+        .collect();
+    if !is_shortage || found.iter().flat_map(|(own, _)| own).any(|own| own.includes(handle)) {
         return Err(refused);
     }
     // SAFETY: 1. Guaranteed by the caller.
     let served = unsafe {
         thread_state::with_stream(runtime, device, handle, |_, _, stream| {
-            let blocks = memories.iter().flatten();
-            let mut found = blocks.filter_map(|memory| memory.alloc_free(stream, request).ok()?);
-            Ok(found.next().map(aquifer::Block::into_raw))
+            let memories = found.iter().flat_map(|(_, memory)| memory);
+            let mut blocks =
+                memories.filter_map(|memory| memory.alloc_free(stream, request).ok()?);
+            Ok(blocks.next().map(aquifer::Block::into_raw))
         })
     };
     served.ok().flatten().ok_or(refused)

@@ -182,7 +182,7 @@ impl From<ShareError> for Failure {
             ShareError::Memory(error) => status_of(error),
             ShareError::TimedOut => Status::TimedOut,
             ShareError::Io(_) | ShareError::DescriptorLimit => Status::System,
-            ShareError::Truncated { .. } | ShareError::NoServer(_) => Status::Closed,
+            ShareError::NoServer(_) => Status::Closed,
             ShareError::NotServed { .. } => Status::ForeignBlock,
             ShareError::OtherDevice { .. } => Status::WrongDevice,
             _ => Status::BadArgument,

@@ -95,10 +95,13 @@ fn linked(pool: &DevicePool, stream: &Stream, pinned: &PinnedPool) -> Result<[f6
 /// Returns the same for parking and resuming everything.
 #[expect(unsafe_code, reason = "parks what nobody is about to use")]
 fn there_and_back(pool: &DevicePool, parkable: &Parkable, pinned: &PinnedPool) -> Result<[f64; 2]> {
+    let begun = Instant::now();
     // SAFETY: 1. and 2. all work was queued by this thread, which queues nothing more before the
     // resume.
     let parked = unsafe { pool.park(parkable.tag(), Park::save_in(pinned.allocator())) }?;
+    let there = begun.elapsed();
+    let begun = Instant::now();
     let resumed = pool.resume(parkable.tag(), None)?;
-    Ok([(parked.took, parked.parked), (resumed.took, resumed.restored)]
+    Ok([(there, parked.parked), (begun.elapsed(), resumed.restored)]
         .map(|(took, bytes)| took.as_nanos() as f64 * 1e9 / bytes as f64))
 }

@@ -218,9 +218,9 @@ impl Program for World {
         let requested = requested + self.out.iter().map(|out| out.bytes).sum::<u64>();
         let live = live + self.out.iter().map(|out| out.capacity).sum::<u64>();
         // Of checked blocks the model does not know the guards.
-        let known = (!self.checked).then_some(live);
+        let known = |bytes| (!self.checked).then_some(bytes);
         let streams = self.rig.streams.len() + self.threads;
-        let stats = self.rig.check_on(streams, known, Some(requested));
+        let stats = self.rig.check_on(streams, known(live), known(requested));
         if self.checked {
             assert!(stats.live >= live, "guards are less than nothing");
             for finding in self.rig.pool.findings() {

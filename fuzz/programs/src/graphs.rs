@@ -62,7 +62,7 @@ struct Open {
 /// A graph that can be launched.
 enum Made {
     Ours(Graph),
-    Theirs { exec: RawGraphExec, captured: Option<Captured> },
+    Theirs { exec: RawGraphExec, captured: Captured },
 }
 
 pub(crate) struct World {
@@ -171,7 +171,7 @@ impl Program for World {
         self.saved = None;
         self.served.clear();
         while let Some(open) = self.open.pop() {
-            self.end_one(open, 0);
+            self.end_one(open);
         }
         for made in std::mem::take(&mut self.made) {
             self.destroy(made);
@@ -261,7 +261,7 @@ impl World {
         let announced = if bytes.flag() {
             // By the driver's id of the capture, as other libraries do.
             let (driver, number) = (s.driver().clone(), number.clone());
-            graphs.announce_where(move |other| {
+            graphs.announce_all_where(move |other| {
                 let id = number.load(Ordering::Relaxed);
                 driver.capture_status(other) == Ok(CaptureStatus::Active { id })
             })
@@ -291,11 +291,11 @@ impl World {
 
     fn end(&mut self, bytes: &mut Bytes<'_>) {
         if let Some(open) = bytes.take(&mut self.open) {
-            self.end_one(open, bytes.choice(4));
+            self.end_one(open);
         }
     }
 
-    fn end_one(&mut self, open: Open, how: u8) {
+    fn end_one(&mut self, open: Open) {
         let Open { announced, streams, .. } = open;
         let s = &self.rig.streams[streams[0]];
         let joined = streams[1..].iter().all(|&other| s.wait_for(&self.rig.streams[other]).is_ok());
@@ -309,12 +309,6 @@ impl World {
         };
         let _relaxed = Relaxed::enter(&*driver);
         let captured = announced.end();
-        let captured = if how == 3 {
-            captured.keep_until_released(graph).expect(IDLE);
-            None
-        } else {
-            Some(captured)
-        };
         let exec = driver.graph_instantiate(graph).expect(IDLE);
         // SAFETY: 1. created just now.
         unsafe { driver.graph_destroy(graph) }.expect(IDLE);
@@ -443,17 +437,7 @@ impl World {
                 // SAFETY: 1. the memory is kept alive. 2. the stream waits for all work queued on
                 // any other.
                 unsafe { self.rig.sim.driver().graph_launch(*exec, s.raw()) }.expect(IDLE);
-                match captured {
-                    Some(captured) => captured.launched(s).expect(IDLE),
-                    // The pool is not informed, so later work is ordered here.
-                    None => {
-                        let after = self.rig.streams.iter().all(|u| u.wait_for(s).is_ok());
-                        if !after {
-                            self.rig.sim.clear_failures();
-                            s.synchronize().expect(IDLE);
-                        }
-                    }
-                }
+                captured.launched(s).expect(IDLE);
             }
         }
     }

@@ -356,9 +356,9 @@ impl World {
                 );
                 assert_eq!((report.blocks, report.parked), (live, live_bytes));
                 assert_eq!(report.saved, if discards { 0 } else { live_bytes });
-                assert_eq!(report.kept.refusal.is_some(), report.kept.refused > 0);
+                assert_eq!(report.refusal.is_some(), report.refused > 0);
                 assert_eq!(self.holdings(of), (live, 0, 0));
-                assert!(report.released >= physical - report.kept.refused.min(physical));
+                assert!(report.released >= physical - report.refused.min(physical));
                 self.done.0 += usize::from(live > 0);
                 if discards {
                     self.captured.iter_mut().filter(|_| of == 0).for_each(|c| c.is_filled = false);

@@ -7,13 +7,12 @@
 //! Invariants after every operation:
 //!
 //! - every message ends with an answer, a closed connection or an error with a type, in time;
-//! - the server still serves: an opener that asks for a block gets its own generation;
+//! - the server still serves, with the generations that it told;
 //! - no copy of a descriptor that was sent stays open;
-//! - a forked child has no socket of the server;
 //! - a message that was not changed is opened, with the bytes of its block.
 //!
 //! At the end nothing is mapped and no handle is left.
-#![expect(unsafe_code, reason = "opens memory that others work with, and forks")]
+#![expect(unsafe_code, reason = "opens memory that others work with")]
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::{
@@ -26,13 +25,10 @@ use aquifer_device::{
 };
 use aquifer_driver::{DeviceId, ExportTypes, PhysicalHandle, sim::Sim};
 use aquifer_stream::Stream;
-use nix::{
-    libc,
-    sys::socket::{ControlMessage, MsgFlags, UnixAddr, getsockname, sendmsg},
-};
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use std::{
     fs,
-    io::{self, IoSlice, Read, Write},
+    io::{self, IoSlice, Read},
     net::Shutdown,
     os::{
         fd::{AsRawFd, OwnedFd, RawFd},
@@ -53,7 +49,7 @@ const SOON: Duration = Duration::from_secs(20);
 const CAPACITY: u64 = 512 << 20;
 /// Physical handles of the pool.
 const UNIT: u64 = 2 << 20;
-/// Handles of the block that does not fit into one message with descriptors, and of such a message.
+/// Handles of a large block, and the number that is sent without an answer.
 const HANDLES: usize = 66;
 const BATCH: usize = 64;
 /// The names of the served blocks, and one that is not served.
@@ -171,21 +167,16 @@ impl Message {
     }
 }
 
-/// Writes a text with its length into a field of this size.
-fn field(text: &str, size: usize) -> Vec<u8> {
-    let mut field = (text.len() as u64).to_le_bytes().to_vec();
-    field.extend(text.as_bytes());
-    field.resize(size, 0);
-    field
-}
-
-fn numbers(numbers: &[u64]) -> Vec<u8> {
-    numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
+/// A text, as it is sent.
+fn text(text: &str) -> Vec<u8> {
+    let mut message = text.as_bytes().to_vec();
+    message.resize(256, 0);
+    message
 }
 
 /// What an opener asks.
-fn request(name: &str, known: u64) -> Vec<u8> {
-    [b"aqask\0\0\x02".to_vec(), numbers(&[known]), field(name, 72)].concat()
+fn request(name: &str, wants_block: bool) -> Vec<u8> {
+    text(&format!("aqask-4 {} {name}", u8::from(wants_block)))
 }
 
 pub(crate) struct World {
@@ -236,7 +227,7 @@ impl Program for World {
         let server = ShareServer::bind(&address).expect("a new address");
         let share = |block: &Block, name| pool.share(block, name).expect("it is for export");
         let shared = [share(small.block(), NAMES[0]).read_only(), share(&large, NAMES[1])];
-        assert!(shared[1].handles() > BATCH, "it does not fit into one message");
+        assert!(shared[1].handles() > BATCH, "an answer is awaited");
         let generations = shared.map(|block| server.serve(block));
         let other = UnixListener::bind_addr(&other_address).expect("a new address");
         Some(Self {
@@ -256,11 +247,10 @@ impl Program for World {
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
-        match bytes.choice(9) {
+        match bytes.choice(8) {
             0..=2 => self.stranger(bytes),
             3..=5 => self.other_server(bytes),
             6 => self.open_one(bytes),
-            7 => self.fork(bytes),
             _ => {
                 if let Some(opened) = bytes.take(&mut self.opened) {
                     opened.close().expect("an idle device");
@@ -273,10 +263,11 @@ impl Program for World {
     fn check(&mut self) {
         let mut socket = UnixStream::connect_addr(&self.address).expect("the server listens");
         socket.set_read_timeout(Some(SOON)).expect("a socket");
-        Message::new(request(NAMES[0], self.generations[0]), Vec::new()).send(&socket);
-        let mut answer = [0; 16];
+        Message::new(request(NAMES[0], true), Vec::new()).send(&socket);
+        let mut answer = [0; 256];
         socket.read_exact(&mut answer).expect("the server answers");
-        assert_eq!(answer[..], numbers(&[2, self.generations[0]])[..], "the block is unchanged");
+        let expected = format!("aqshare-3 1 {} ", self.generations[0]);
+        assert!(answer.starts_with(expected.as_bytes()), "the block is there");
         for opened in &self.opened {
             assert!(opened.is_current(SOON).expect("the server answers"));
         }
@@ -326,9 +317,8 @@ impl World {
     fn stranger(&self, bytes: &mut Bytes<'_>) {
         let socket = UnixStream::connect_addr(&self.address).expect("the server listens");
         socket.set_read_timeout(Some(SOON)).expect("a socket");
-        let known = self.generations[0] * u64::from(bytes.choice(4) == 0);
         let name = NAMES[usize::from(bytes.choice(3))];
-        let mut message = Message::new(request(name, known), Vec::new());
+        let mut message = Message::new(request(name, bytes.choice(4) > 0), Vec::new());
         message.mutate(bytes);
         message.send(&socket);
         let mut messages = vec![message];
@@ -350,44 +340,6 @@ impl World {
         Self::check_closed(&messages);
     }
 
-    /// Forks a child, perhaps while the server talks to an opener. The child says how many sockets
-    /// of the server it has, and ends.
-    fn fork(&self, bytes: &mut Bytes<'_>) {
-        let mut opener = UnixStream::connect_addr(&self.address).expect("the server listens");
-        if bytes.flag() {
-            opener.write_all(&request(NAMES[1], 0)).expect("the server listens");
-            opener.read_exact(&mut [0]).expect("the server answers");
-        }
-        let open = fs::read_dir("/proc/self/fd").expect("the descriptors of this process");
-        let numbers = open.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-        let last: RawFd = numbers.max().expect("some are open");
-        let name = self.address.as_abstract_name().expect("it has a name");
-        let (mut said, says) = io::pipe().expect("a pipe");
-        // SAFETY: 1. The child only makes system calls, which are safe in a child of a process with
-        // threads, and ends by one.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            let is_servers = |&number: &RawFd| {
-                getsockname::<UnixAddr>(number).is_ok_and(|own| own.as_abstract() == Some(name))
-            };
-            let count = (0..=last + 1).filter(is_servers).count();
-            // SAFETY: 1. One byte of a local is written. 2. The call does not return.
-            unsafe {
-                let count = count.min(255) as u8;
-                libc::write(says.as_raw_fd(), (&raw const count).cast(), 1);
-                libc::_exit(0)
-            }
-        }
-        assert!(child > 0, "the system has no process: {}", io::Error::last_os_error());
-        drop(says);
-        let mut count = [0];
-        said.read_exact(&mut count).expect("the child says it");
-        // SAFETY: 1. It is a child of this process, which nothing else waits for. 2. No status is
-        // written.
-        unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
-        assert_eq!(count, [0], "sockets of the server are open in a forked child");
-    }
-
     fn check_closed(messages: &[Message]) {
         for sent in messages.iter().flat_map(|message| &message.sent) {
             soon("a descriptor stays open", || sent.is_closed_elsewhere());
@@ -404,16 +356,12 @@ impl World {
         let handles = if bytes.choice(4) == 0 { HANDLES } else { 1 + usize::from(bytes.choice(3)) };
         let size = UNIT * handles as u64 - 512;
         let device = info.pci_address.as_deref().unwrap_or_default();
-        let first = numbers(&[handles as u64 | 3 << 32, info.granularity, 0, size]);
-        let header =
-            [b"aqshare\x01".to_vec(), first, field(device, 40), field(NAMES[0], 72)].concat();
-        let mut messages =
-            vec![Message::new(numbers(&[1, 77]), Vec::new()), Message::new(header, Vec::new())];
-        for at in (0..handles).step_by(BATCH) {
-            let count = (handles - at).min(BATCH);
-            let sent = (0..count).map(|_| self.export()).collect();
-            messages.push(Message::new(numbers(&vec![UNIT; count]), sent));
-        }
+        let numbers = format!("{handles} 77 {} 0 {size} 1", info.granularity);
+        let header = text(&format!("aqshare-3 {numbers} {device} {}", NAMES[0]));
+        let mut messages = vec![Message::new(header, Vec::new())];
+        messages.extend(
+            (0..handles).map(|_| Message::new(UNIT.to_le_bytes().to_vec(), vec![self.export()])),
+        );
         let mut changed = false;
         if bytes.choice(6) > 0 {
             let which = usize::from(bytes.u8()) % messages.len();
@@ -431,13 +379,13 @@ impl World {
             let answers = threads.spawn(|| {
                 let (socket, _) = self.other.accept().expect("an opener connects");
                 socket.set_read_timeout(Some(SOON)).expect("a socket");
-                let mut asked = vec![0; request(NAMES[0], 0).len()];
+                let mut asked = vec![0; request(NAMES[0], true).len()];
                 (&socket).read_exact(&mut asked).expect("an opener asks");
-                assert_eq!(asked, request(NAMES[0], 0));
+                assert_eq!(asked, request(NAMES[0], true));
                 for (number, message) in messages.iter().enumerate() {
                     // The opener acknowledges each batch but the last. One that waits for the rest
                     // of a message does not, so that only a good server waits for it.
-                    if number > 2 && !changed {
+                    if number > 1 && (number - 1) % BATCH == 0 && !changed {
                         (&socket).read_exact(&mut [0]).expect("an opener acknowledges");
                     }
                     message.send(&socket);

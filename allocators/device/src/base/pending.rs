@@ -9,22 +9,21 @@
 //!   reuse the memory, and it can be unmapped.
 //!
 //! Neither calls the driver, so both may be asked under a lock. What they find is learned by
-//! [`poll`](PendingUses::poll) or [`wait`](PendingWork::wait), and made unnecessary for one stream
+//! [`poll`](PendingWork::poll) or [`wait`](PendingWork::wait), and made unnecessary for one stream
 //! by [`order_before`](PendingUses::order_before). These call the driver, so a list of pending
 //! memory is emptied under its lock, polled without it, and filled again with what still waits.
 //!
 //! | what waits | kept by | under the lock of | polled by |
 //! |---|---|---|---|
 //! | a block of a cache | `StreamCache` | the cache | slow paths of its pool |
-//! | a block that debugging checks | `CheckedPool` | the checks | allocations, trims and checks |
 //! | a block of a source | `SourceAllocator` | the allocator | its calls, and the end of the last open use |
 //! | a block of a slot pool | `SlotRanges` | the graph memory or parkable pool | its allocations and trims |
 //! | slots of a span | `Span` | the span | `DedicatedPool::reap` |
 //! | memory of another library | `Adopted` | the process | creations and drops of such memory |
 //!
 //! Ranges without uses by other streams store [`StreamDeps`] only: shared free ranges, and
-//! zombies, the old mappings of moved handles. Values that wait for a callback of the driver
-//! (`retain`), or for a driver that has refused (`release_or_strand`), depend on no stream.
+//! zombies, the old mappings of moved handles. Values that wait for a driver that
+//! has refused (`release_or_strand`) depend on no stream.
 
 use super::extent::UntilFree;
 use aquifer_core::{MemoryError, Result, Tag};
@@ -45,14 +44,6 @@ pub(crate) trait PendingUses {
 
     /// An iterator over the work of the uses that are not open.
     fn queued(&self) -> impl Iterator<Item = (Arc<Timeline>, u64)>;
-
-    /// Records events behind the queued work where there are none, and polls them. Never blocks.
-    ///
-    /// # Errors
-    /// The first refusal; all streams have been polled.
-    fn poll(&self) -> Result<()> {
-        poll(self.queued())
-    }
 
     /// Makes `stream` wait on the device for all uses. Returns the number of waits queued. The host
     /// does not wait. `address` is that of the memory.
@@ -131,7 +122,10 @@ impl<U: PendingUses> PendingWork<U> {
         self.own.iter().cloned().chain(self.uses.queued())
     }
 
-    /// As [`PendingUses::poll`], for all work.
+    /// Records events behind the queued work where there are none, and polls them. Never blocks.
+    ///
+    /// # Errors
+    /// The first refusal; all streams have been polled.
     pub(crate) fn poll(&self) -> Result<()> {
         poll(self.queued())
     }
@@ -310,9 +304,9 @@ mod tests {
         let work = freed(&owner, &[first, second])?;
         let fenced = || work.uses.queued().filter(|(on, epoch)| on.is_fenced(*epoch)).count();
         sim.fail(Call::EventRecord, 1, 999);
-        assert!(work.uses.poll().is_err());
+        assert!(poll(work.uses.queued()).is_err());
         assert_eq!(fenced(), 1);
-        work.uses.poll()?;
+        poll(work.uses.queued())?;
         assert_eq!(fenced(), 2);
         Ok(())
     }

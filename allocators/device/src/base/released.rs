@@ -1,17 +1,8 @@
-//! Giving memory back to the driver: its outcome, its cost, what the driver refuses, and values that
-//! are kept until it is done.
+//! Giving memory back to the driver: its outcome, its cost, and what the driver refuses.
 
 use aquifer_core::{DriverError, MemoryError, Result, budget::StrandedCount};
 use aquifer_driver::{Driver, leftovers};
-use std::{
-    any::Any,
-    ops::AddAssign,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::{ops::AddAssign, sync::Arc, time::Duration};
 
 /// What an attempt to give memory back has released.
 ///
@@ -82,32 +73,6 @@ pub(crate) fn release_or_strand<T: Send + 'static>(
         }
         released
     });
-}
-
-/// A value that is kept until the driver reports the release.
-struct Retained {
-    /// Set by the driver's callback.
-    released: Arc<AtomicBool>,
-    value: Box<dyn Any + Send>,
-}
-
-/// For all pools, since what the driver keeps can outlive them.
-static RETAINED: Mutex<Vec<Retained>> = Mutex::new(Vec::new());
-
-fn retained() -> MutexGuard<'static, Vec<Retained>> {
-    RETAINED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Keeps a value until a sweep finds `released` set.
-pub(crate) fn retain(released: &Arc<AtomicBool>, value: Box<dyn Any + Send>) {
-    retained().push(Retained { released: released.clone(), value });
-}
-
-/// Drops the values that the driver has released.
-pub(crate) fn sweep() {
-    let gone: Vec<_> =
-        retained().extract_if(.., |entry| entry.released.load(Ordering::Acquire)).collect();
-    gone.into_iter().for_each(|entry| drop(entry.value));
 }
 
 pub(crate) const MIB: u64 = 1 << 20;

@@ -71,6 +71,11 @@ pub(super) struct GuardedBlock {
 }
 
 impl GuardedBlock {
+    /// Returns the requested bytes, with those of the guards.
+    pub(super) fn requested(&self) -> u64 {
+        self.memory.block().bytes()
+    }
+
     pub(super) fn new(
         memory: DeviceBuffer<u8>,
         layout: GuardLayout,

@@ -8,7 +8,7 @@ use crate::{
 };
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::RawStream;
-use aquifer_stream::{Fence, Stream, Timeline};
+use aquifer_stream::{Stream, Timeline};
 use std::{
     fmt,
     sync::{
@@ -20,9 +20,11 @@ use std::{
 /// The next announcement number.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 
-/// The streams whose captures an announcement covers.
+/// The streams that an announcement covers.
 pub(super) enum AnnouncedStreams {
+    /// Its captures.
     Stream(Arc<Timeline>),
+    /// All work of those that the filter accepts.
     Matching(Box<dyn Fn(RawStream) -> bool + Send + Sync>),
 }
 
@@ -44,8 +46,6 @@ impl AnnouncedStreams {
 pub(super) struct Announcement {
     number: u64,
     streams: AnnouncedStreams,
-    /// Whether it also covers work that is not captured.
-    covers_eager: bool,
     memory: Arc<SlotMemory>,
     /// The driver's number of the last capture that has allocated from it; 0 before the first.
     /// Streams that join that capture use it too.
@@ -74,8 +74,9 @@ impl Announcements {
         // The filters are foreign code and run without the lock.
         let open = self.lock().clone();
         let Some(id) = stream.timeline().capture()? else {
-            let covers = |a: &&Arc<Announcement>| {
-                a.covers_eager && a.streams.includes(stream.timeline(), Capture::EAGER)
+            let covers = |a: &&Arc<Announcement>| match &a.streams {
+                AnnouncedStreams::Stream(_) => false,
+                AnnouncedStreams::Matching(filter) => filter(stream.raw()),
             };
             return Ok(open.iter().rev().find(covers).map(|a| a.serve(Capture::EAGER)));
         };
@@ -124,7 +125,6 @@ impl Announced {
         pool: &DevicePool,
         memory: &Arc<SlotMemory>,
         streams: AnnouncedStreams,
-        covers_eager: bool,
     ) -> Result<Self> {
         if let AnnouncedStreams::Stream(timeline) = &streams {
             check_stream_device(&**pool.driver(), pool.device(), timeline)?;
@@ -132,7 +132,6 @@ impl Announced {
         let announcement = Arc::new(Announcement {
             number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
             streams,
-            covers_eager,
             memory: memory.clone(),
             capture: AtomicU64::new(0),
         });
@@ -158,9 +157,8 @@ impl Announced {
         // Fence the work that runs already, while that is possible.
         if let AnnouncedStreams::Stream(timeline) = &announced.announcement.streams {
             timeline.expect_capture();
-            if timeline.fence(timeline.open()) == Ok(Fence::Recorded) {
-                memory.record_fence(number, timeline, timeline.open() - 1);
-            }
+            // What cannot be fenced now counts as not done.
+            let _ = timeline.fence(timeline.open());
         }
         Ok(announced)
     }

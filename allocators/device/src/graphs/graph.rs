@@ -2,23 +2,13 @@
 #![expect(unsafe_code, reason = "launches and ends graphs")]
 
 use super::{Announced, GraphPool};
-use crate::{
-    base::{driver::check_stream_device, released},
-    slot_memory::SlotMemory,
-    stream_cache::close::sweep_released,
-};
+use crate::{base::driver::check_stream_device, slot_memory::SlotMemory};
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_driver::{
     CaptureMode, Driver, RawGraph, RawGraphExec, RawStream, Relaxed, leftovers, site,
 };
 use aquifer_stream::Stream;
-use std::{
-    fmt,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-};
+use std::{fmt, sync::Arc};
 
 /// The driver's error code for an invalidated capture.
 const CAPTURE_INVALIDATED: u32 = 901;
@@ -139,9 +129,9 @@ impl Graph {
     /// launch waits for the copy.
     ///
     /// # Errors
-    /// [`MemoryError::WrongDevice`]; [`MemoryError::Capturing`] if `stream` captures;
-    /// [`MemoryError::Busy`] if a prepared use of a block of the pool is not finished; the
-    /// driver's. In each case nothing but waits is queued.
+    /// [`MemoryError::WrongDevice`]; [`MemoryError::Capturing`] if `stream` captures, or another
+    /// stream that has used the pool's memory; [`MemoryError::Busy`] if a prepared use of a block
+    /// of the pool is not finished; the driver's. In each case nothing but waits is queued.
     #[track_caller]
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         let _site = site::enter();
@@ -197,8 +187,7 @@ pub struct Captured {
 }
 
 impl Announced {
-    /// Ends the announcement. The caller then reports when the captured graph is launched, or
-    /// passes it to [`Captured::keep_until_released`].
+    /// Ends the announcement. The caller then reports when the captured graph is launched.
     ///
     /// If the announcement is dropped instead, launches of the captured graph cannot be observed:
     /// the whole device is synchronised before the memory is released.
@@ -222,28 +211,6 @@ impl Captured {
     pub fn launched(&self, stream: &Stream) -> Result<()> {
         let _site = site::enter();
         self.memory.launched(stream.timeline())
-    }
-
-    /// Makes the driver keep the memory as long as the graph, its executables instantiated from now
-    /// on, and their launches (`cuGraphRetainUserObject`). Launches then need not be reported. The
-    /// memory is released at the next trim, slow path or close of a pool of this process that finds
-    /// them gone.
-    ///
-    /// # Errors
-    /// The driver's. The memory is then no longer kept by this value.
-    pub fn keep_until_released(self, graph: RawGraph) -> Result<()> {
-        let released = Arc::new(AtomicBool::new(false));
-        let word = released.clone();
-        let driver = self.memory.driver().clone();
-        // Registered before the driver can report the release.
-        released::retain(&released, Box::new(self.memory));
-        let call = Box::new(move || word.store(true, Ordering::Release));
-        let _relaxed = Relaxed::enter(&*driver);
-        driver.graph_on_release(graph, call).map_err(|refused| {
-            released.store(true, Ordering::Release);
-            sweep_released();
-            MemoryError::driver(graph.device(), refused)
-        })
     }
 }
 

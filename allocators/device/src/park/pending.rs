@@ -1,15 +1,14 @@
 //! Parks and resumes that are prepared, and complete or undone later.
 
 use crate::{
-    DevicePool,
     pool_core::PoolCore,
-    slot_memory::{Park, ParkReport, RestoredContents, ResumeReport, SavedContents, SlotMemory},
+    slot_memory::{Park, ParkReport, RestoredContents, ResumeReport, SavedBlock, SlotMemory},
 };
-use aquifer_core::{Result, Tag};
+use aquifer_core::Result;
 use std::{fmt, mem, sync::Arc, time::Instant};
 
 /// A park whose contents are saved, and whose memory is still there. From
-/// [`DevicePool::begin_park`].
+/// [`DevicePool::begin_park`](crate::DevicePool::begin_park).
 ///
 /// Dropping it allows uses again, as if nothing had happened.
 ///
@@ -31,24 +30,19 @@ use std::{fmt, mem, sync::Arc, time::Instant};
 /// ```
 #[must_use = "dropping it makes everything resident again"]
 pub struct PendingPark {
-    pool: DevicePool,
-    parts: Vec<(Arc<SlotMemory>, SavedContents)>,
-    report: ParkReport,
-    began: Instant,
+    parts: Vec<(Arc<SlotMemory>, Vec<SavedBlock>)>,
 }
 
 impl PendingPark {
     pub(super) fn begin(
-        pool: &DevicePool,
+        pool: &PoolCore,
         memories: Vec<Arc<SlotMemory>>,
-        tag: Tag,
         how: &Park,
         until: Option<Instant>,
     ) -> Result<Self> {
-        let (pool, parts) = (pool.clone(), Vec::with_capacity(memories.len()));
-        let mut pending = Self { pool, parts, report: ParkReport::of(tag), began: Instant::now() };
+        let mut pending = Self { parts: Vec::with_capacity(memories.len()) };
         for memory in memories {
-            let saved = memory.begin_park(pending.pool.core(), how, until)?;
+            let saved = memory.begin_park(pool, how, until)?;
             pending.parts.push((memory, saved));
         }
         Ok(pending)
@@ -56,12 +50,10 @@ impl PendingPark {
 
     /// Returns the memory to the driver (`cuMemUnmap`, `cuMemRelease`). Never waits for work.
     pub fn commit(mut self) -> ParkReport {
-        let mut report = self.report.clone();
+        let mut report = ParkReport::default();
         for (memory, saved) in mem::take(&mut self.parts) {
             memory.finish_park(saved, &mut report);
         }
-        report.kept.shared = self.pool.held_by(report.tag);
-        report.took = self.began.elapsed();
         report
     }
 }
@@ -74,11 +66,12 @@ impl Drop for PendingPark {
 
 impl fmt::Debug for PendingPark {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PendingPark").field("tag", &self.report.tag).finish_non_exhaustive()
+        f.debug_struct("PendingPark").finish_non_exhaustive()
     }
 }
 
-/// A resume whose memory is mapped and has its contents. From [`DevicePool::begin_resume`].
+/// A resume whose memory is mapped and has its contents. From
+/// [`DevicePool::begin_resume`](crate::DevicePool::begin_resume).
 ///
 /// Dropping it parks the memory again, with the contents that were saved. That makes driver calls,
 /// but copies nothing and waits for no work.
@@ -102,19 +95,15 @@ impl fmt::Debug for PendingPark {
 #[must_use = "dropping it parks everything again"]
 pub struct PendingResume {
     parts: Vec<(Arc<SlotMemory>, RestoredContents)>,
-    report: ResumeReport,
-    began: Instant,
 }
 
 impl PendingResume {
     pub(super) fn begin(
         pool: &PoolCore,
         memories: Vec<Arc<SlotMemory>>,
-        tag: Tag,
         until: Option<Instant>,
     ) -> Result<Self> {
-        let parts = Vec::with_capacity(memories.len());
-        let mut pending = Self { parts, report: ResumeReport::of(tag), began: Instant::now() };
+        let mut pending = Self { parts: Vec::with_capacity(memories.len()) };
         for memory in memories {
             if let Some(restored) = memory.begin_resume(pool, until)? {
                 pending.parts.push((memory, restored));
@@ -126,11 +115,10 @@ impl PendingResume {
     /// Allows uses again, and frees the saved contents. Makes no driver call, apart from those of
     /// the host memory's allocator.
     pub fn commit(mut self) -> ResumeReport {
-        let mut report = self.report.clone();
+        let mut report = ResumeReport::default();
         for (memory, restored) in mem::take(&mut self.parts) {
             memory.finish_resume(&restored, &mut report);
         }
-        report.took = self.began.elapsed();
         report
     }
 }
@@ -138,13 +126,13 @@ impl PendingResume {
 impl Drop for PendingResume {
     fn drop(&mut self) {
         for (memory, restored) in mem::take(&mut self.parts) {
-            memory.abort_resume(restored);
+            memory.abort_resume(&restored);
         }
     }
 }
 
 impl fmt::Debug for PendingResume {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PendingResume").field("tag", &self.report.tag).finish_non_exhaustive()
+        f.debug_struct("PendingResume").finish_non_exhaustive()
     }
 }

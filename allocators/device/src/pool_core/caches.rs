@@ -160,7 +160,7 @@ impl CacheHost for PoolCore {
     }
 
     fn status_id(&self) -> u64 {
-        self.status.lines_id()
+        self.status.slot().id()
     }
 
     fn peak_room(&self) -> &PeakRoom {

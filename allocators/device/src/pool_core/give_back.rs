@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     base::released::Released,
-    stream_cache::{StreamCache, close::sweep_released},
+    stream_cache::{StreamCache, close::retry_teardowns},
 };
 use aquifer_core::{DriverError, MemoryError, Result, Tag, event::BlockKind};
 use aquifer_driver::leftovers;
@@ -55,11 +55,10 @@ impl PoolCore {
         released.complete()
     }
 
-    /// Drops what drivers keep for graphs that no longer exist, and retries releases that the
-    /// driver has refused. Returns the released bytes. What is refused again is left to the next
-    /// sweep.
+    /// Retries what the driver has refused: the closing of caches, and releases. Returns the
+    /// released bytes. What is refused again is left to the next sweep.
     pub(crate) fn retry_releases(&self) -> u64 {
-        sweep_released();
+        retry_teardowns();
         self.retry_leftovers().0
     }
 

@@ -93,11 +93,6 @@ impl PoolCore {
 
     fn published_figures(&self) -> PoolFigures {
         let limit = tightest_limit(&self.budget);
-        if self.status.is_checked() {
-            let checked = self.status.checked();
-            let stats = checked.map_or_else(|| self.stats(), |checked| checked.stats());
-            return PoolFigures { stats, limit, largest_free: None };
-        }
         let (mut stats, mut largest_free) = (PoolStats::default(), 0);
         let pass = self.scratch.begin();
         for cache in self.caches(&pass) {

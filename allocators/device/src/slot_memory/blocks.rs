@@ -2,7 +2,7 @@
 
 use super::{
     ranges::{Capture, SlotRanges},
-    saved::{self, SavedPiece},
+    saved::SavedBlock,
     settings::Phase,
 };
 use crate::{
@@ -27,8 +27,6 @@ pub(crate) struct SlotBlocks {
     pub(crate) blocks: BTreeMap<u64, SlotBlock>,
     /// What is in no live block.
     pub(crate) ranges: SlotRanges,
-    /// The contents of the live blocks when they were parked.
-    pub(super) saved: Vec<SavedPiece>,
     /// Blocks freed while being parked or resumed. They are reported to a validating driver at its
     /// end.
     unreported: Vec<(u64, Range)>,
@@ -48,6 +46,8 @@ pub(crate) struct SlotBlock {
     pub(crate) capture: Capture,
     /// `None` as soon as its owner drops the block.
     pub(crate) watch: Option<Watch>,
+    /// Its contents when it was parked, unless they were dropped.
+    pub(super) saved: Option<Arc<SavedBlock>>,
 }
 
 impl SlotBlocks {
@@ -77,7 +77,9 @@ impl SlotBlocks {
         let live = Ownership::Live { stream: timeline.noted(), generation };
         dedicated.notify_observer(generation, address, bytes, live);
         let (owner_stream, watch) = (timeline.clone(), Some(watch));
-        let block = SlotBlock { bytes, requested, tag, owner_stream, generation, capture, watch };
+        let saved = None;
+        let block =
+            SlotBlock { bytes, requested, tag, owner_stream, generation, capture, watch, saved };
         self.blocks.insert(address, block);
         dedicated.event(kind, Action::Allocate, stream.number(), address, requested, tag)
     }
@@ -98,9 +100,9 @@ impl SlotBlocks {
         self.blocks.iter().map(block).collect()
     }
 
-    /// Returns the ranges of the live blocks by address, adjacent ones merged.
+    /// Returns the ranges of the live blocks by address.
     pub(super) fn live_ranges(&self) -> Vec<Range> {
-        saved::merged(self.blocks.iter().map(|(&start, live)| Range { start, len: live.bytes }))
+        self.blocks.iter().map(|(&start, live)| Range { start, len: live.bytes }).collect()
     }
 
     /// Returns whether a live block overlaps a range.
@@ -119,14 +121,14 @@ impl SlotBlocks {
         }
     }
 
-    /// Removes a block that its owner has dropped from the live ones, and counts it. Returns it
-    /// with the saved contents that end with it, to be dropped outside the lock. Returns `None` for
-    /// a block that was never handed out: its maker still owns the range.
+    /// Removes a block that its owner has dropped from the live ones, and counts it. Returns it, to
+    /// be dropped outside the lock. Returns `None` for a block that was never handed out: its maker
+    /// still owns the range.
     pub(crate) fn take_back(
         &mut self,
         dedicated: &DedicatedPool,
         block: &DeferredFree,
-    ) -> Option<(SlotBlock, Vec<SavedPiece>)> {
+    ) -> Option<SlotBlock> {
         let range = Range { start: block.address, len: block.bytes };
         let live = self.blocks.remove(&range.start)?;
         debug_assert_eq!(live.bytes, range.len, "a block has changed its size");
@@ -134,7 +136,6 @@ impl SlotBlocks {
         let has_memory = self.phase.has_memory();
         let (bytes, requested) = if has_memory { (range.len, live.requested) } else { (0, 0) };
         dedicated.slot_block_freed(bytes, requested, live.tag);
-        let mut over = Vec::new();
         match self.phase {
             Phase::Resident => {
                 let users = block.users();
@@ -142,27 +143,20 @@ impl SlotBlocks {
                 dedicated.notify_observer(block.generation, range.start, range.len, owner);
             }
             Phase::Parking | Phase::Resuming => self.unreported.push((block.generation, range)),
-            Phase::Parked => over = self.drop_saved(range),
+            Phase::Parked => {}
         }
-        Some((live, over))
+        Some(live)
     }
 
-    /// Removes the saved contents of a freed range, unless they share a piece with those of a live
-    /// block.
-    fn drop_saved(&mut self, range: Range) -> Vec<SavedPiece> {
-        let saved = mem::take(&mut self.saved);
-        let (kept, over) = saved.into_iter().partition(|piece| {
-            !piece.touches(range) || piece.ranges().any(|r| self.has_live_in(r))
-        });
-        self.saved = kept;
-        over
-    }
-
-    /// Keeps those of `pieces` that hold contents of a live block. Returns the others.
-    pub(super) fn retain_saved(&mut self, pieces: Vec<SavedPiece>) -> Vec<SavedPiece> {
-        let (kept, over) =
-            pieces.into_iter().partition(|piece| piece.ranges().any(|r| self.has_live_in(r)));
-        self.saved = kept;
+    /// Keeps saved contents with their blocks. Returns those whose blocks are gone.
+    pub(super) fn keep_saved(&mut self, saved: Vec<SavedBlock>) -> Vec<SavedBlock> {
+        let mut over = Vec::new();
+        for contents in saved {
+            match self.blocks.get_mut(&contents.address) {
+                Some(live) => live.saved = Some(Arc::new(contents)),
+                None => over.push(contents),
+            }
+        }
         over
     }
 

@@ -23,9 +23,6 @@ pub(super) struct SlotState {
     pub(super) captured: BTreeSet<u64>,
     /// Ranges freed within captures that are still open.
     pub(super) capture_lists: Vec<CaptureFreeList>,
-    /// For streams with announced captures: the announcement, the stream, and the epoch that was
-    /// closed and fenced at the announcement.
-    pub(super) fenced: Vec<(u64, Arc<Timeline>, u64)>,
     /// The last launch on each stream.
     pub(super) launches: Vec<(Arc<Timeline>, u64)>,
     /// Whether there are graphs whose launches are not recorded.

@@ -31,29 +31,9 @@ impl SlotMemory {
     /// Called when an announcement begins or ends. What was freed within it becomes usable by every
     /// later one, as soon as it is known to be done. Never blocks.
     pub(crate) fn end_announcement(&self, announced: u64) {
-        let over: Vec<_> = {
-            let mut state = self.state();
-            state.close_captures(|capture| capture.announced == announced);
-            state.fenced.extract_if(.., |(other, ..)| *other == announced).collect()
-        };
-        drop(over);
+        self.state().close_captures(|capture| capture.announced == announced);
         // What cannot be fenced or polled now counts as not done.
         let _ = self.poll_fences();
-    }
-
-    /// Records that `epoch` of a stream has been fenced. All work that the stream is about to
-    /// capture is in later epochs.
-    pub(crate) fn record_fence(&self, announced: u64, timeline: &Arc<Timeline>, epoch: u64) {
-        self.state().fenced.push((announced, timeline.clone(), epoch));
-    }
-
-    /// Returns the fenced epoch that covers all uncaptured work of a stream, if its open epoch
-    /// contains only captured work.
-    fn fenced_epoch(&self, timeline: &Arc<Timeline>) -> Option<u64> {
-        let state = self.state();
-        let fenced = state.fenced.iter().filter(|(_, other, _)| Arc::ptr_eq(other, timeline));
-        let last = fenced.map(|(_, _, epoch)| *epoch).max();
-        last.filter(|epoch| epoch + 1 == timeline.open())
     }
 
     pub(super) fn lock_launches(&self) -> LaunchGuard<'_> {
@@ -68,8 +48,9 @@ impl SlotMemory {
     /// The host waits only while another launch of the same memory is being queued.
     ///
     /// # Errors
-    /// [`MemoryError::Capturing`]; [`MemoryError::Busy`] if a prepared use of a block is not
-    /// finished; [`MemoryError::Parked`]; the driver's.
+    /// [`MemoryError::Capturing`], also if another stream that has used the memory captures;
+    /// [`MemoryError::Busy`] if a prepared use of a block is not finished; [`MemoryError::Parked`];
+    /// the driver's.
     pub(crate) fn launch(
         &self,
         on: &Arc<Timeline>,
@@ -83,10 +64,7 @@ impl SlotMemory {
         // Copied first: no lock is held during a driver call.
         let work = self.state().all_work()?;
         for (other, epoch) in latest(work) {
-            match (on.wait_for(&other, epoch), self.fenced_epoch(&other)) {
-                (Err(MemoryError::Capturing { .. }), Some(ran)) => drop(on.wait_for(&other, ran)?),
-                (waited, _) => drop(waited?),
-            }
+            on.wait_for(&other, epoch)?;
             // Polled so that events of finished launches do not accumulate.
             other.poll()?;
         }

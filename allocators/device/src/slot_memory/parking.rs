@@ -11,7 +11,7 @@
 
 use super::{
     SlotMemory,
-    saved::{self, RestoredContents, SavedContents, SavedPiece},
+    saved::{self, RestoredContents, SavedBlock},
     settings::{Park, ParkReport, Phase, QUIESCE_POLL, ResumeReport},
 };
 use crate::{
@@ -21,10 +21,9 @@ use crate::{
 use aquifer_core::{Action, MemoryError, Result};
 use aquifer_driver::Ownership;
 use aquifer_heap::Range;
-use aquifer_stream::{Stream, Timeline};
+use aquifer_stream::Timeline;
 use std::{
-    mem,
-    sync::{Arc, Mutex, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
     thread,
     time::Instant,
 };
@@ -56,7 +55,7 @@ impl SlotMemory {
         pool: &PoolCore,
         how: &Park,
         until: Option<Instant>,
-    ) -> Result<SavedContents> {
+    ) -> Result<Vec<SavedBlock>> {
         let work = self.quiesce(until)?;
         let mut how = how.clone();
         // Launches that are not reported are covered by a wait for the device alone.
@@ -108,9 +107,8 @@ impl SlotMemory {
 
     /// Returns the memory to the driver, after `begin_park`, and adds to the report. Nothing uses
     /// the memory now or later. Mappings that the driver refuses to unmap stay, and do no harm.
-    pub(crate) fn finish_park(&self, contents: SavedContents, report: &mut ParkReport) {
+    pub(crate) fn finish_park(&self, contents: Vec<SavedBlock>, report: &mut ParkReport) {
         let (span, dedicated, kind) = (&self.span, &*self.dedicated, self.kind);
-        report.copying += contents.took;
         let (over, dropped, held, events) = {
             let slots = &mut self.state().slots;
             let over = slots.ranges.collect(true, |bytes| self.count_collected(bytes));
@@ -127,8 +125,9 @@ impl SlotMemory {
             if !self.is_of_graphs() {
                 slots.remove_empty_slots(span);
             }
-            let dropped = slots.retain_saved(contents.pieces);
-            report.saved += slots.saved.iter().map(SavedPiece::bytes).sum::<u64>();
+            let dropped = slots.keep_saved(contents);
+            let saved = slots.blocks.values().filter_map(|live| live.saved.as_ref());
+            report.saved += saved.map(|contents| contents.bytes()).sum::<u64>();
             let held = span.charged_bytes();
             dedicated.slots_retired(kind, held);
             span.retire(0..u64::MAX, PartsWork::default(), None);
@@ -145,8 +144,8 @@ impl SlotMemory {
         let unreleased = dedicated.held().stuck().saturating_sub(before);
         let stuck = span.retiring_bytes() + unreleased;
         report.released += held.saturating_sub(stuck);
-        report.kept.refused += stuck;
-        report.kept.refusal = report.kept.refusal.take().or(reaped.refused);
+        report.refused += stuck;
+        report.refusal = report.refusal.take().or(reaped.refused);
     }
 
     /// Maps memory with the saved contents, or does nothing for memory that is resident. Waits
@@ -159,11 +158,14 @@ impl SlotMemory {
     ) -> Result<Option<RestoredContents>> {
         let mut state = loop {
             let mut state = self.state();
-            match state.slots.phase.begin_resume(self.tag()) {
-                Ok(true) => break state,
-                Ok(false) => return Ok(None),
-                Err(_) if until.is_some_and(|until| Instant::now() < until) => drop(state),
-                Err(error) => return Err(error),
+            match state.slots.phase {
+                Phase::Resident => return Ok(None),
+                Phase::Parked => {
+                    state.slots.phase = Phase::Resuming;
+                    break state;
+                }
+                _ if until.is_some_and(|until| Instant::now() < until) => drop(state),
+                _ => return Err(MemoryError::Parked { tag: self.tag() }),
             }
             thread::sleep(QUIESCE_POLL);
         };
@@ -173,74 +175,40 @@ impl SlotMemory {
         }
         debug_assert_eq!(self.charged_bytes(), 0, "parked memory is mapped");
         let claimed: Vec<u64> = slots.ranges.claimed.iter().copied().collect();
-        let (ranges, pieces) = (slots.live_ranges(), mem::take(&mut slots.saved));
+        let blocks = slots.blocks.values().filter_map(|live| live.saved.clone()).collect();
         drop(state);
         let taken = claimed.len() as u64 * self.span.slot;
-        let mut restored = RestoredContents { pieces, taken, ..RestoredContents::default() };
-        match self.restore(pool, &claimed, &ranges, until, &mut restored) {
-            Ok(()) => Ok(Some(restored)),
-            Err(error) => {
-                self.park_again(restored.pieces);
-                Err(error)
-            }
-        }
+        let mut restored = RestoredContents { blocks, taken, ..RestoredContents::default() };
+        let outcome = self.restore(pool, &claimed, &mut restored);
+        outcome.inspect_err(|_| self.park_again())?;
+        Ok(Some(restored))
     }
 
-    /// Maps memory for the slots, and copies the contents of the ranges back. On failure nothing is
-    /// mapped.
+    /// Maps memory for the slots, and copies the contents back. On failure nothing is mapped.
     fn restore(
         &self,
         pool: &PoolCore,
         claimed: &[u64],
-        ranges: &[Range],
-        until: Option<Instant>,
         restored: &mut RestoredContents,
     ) -> Result<()> {
         let stream = pool.streams().lease()?;
-        let new = self.back_slots_until(pool, &stream, claimed, until)?;
+        let new = pool.back_slots(&self.span, stream.timeline(), self.tag(), claimed, None)?;
         debug_assert!(new <= restored.taken, "maps more than it needs");
         debug_assert_eq!(self.charged_bytes(), restored.taken, "a slot has no memory");
         self.dedicated.slots_backed(self.kind, new, restored.taken - new);
         self.observe(self.mapped_ranges(), true);
-        if !restored.pieces.is_empty() {
+        if !restored.blocks.is_empty() {
             self.state().slots.notify_resident(&self.dedicated, Some(&stream));
         }
-        let began = Instant::now();
-        let copied = saved::restore(&stream, &restored.pieces, ranges)
+        restored.copied = saved::restore(&stream, &restored.blocks)
             .inspect_err(|_| self.unmap_again(restored.taken))?;
-        (restored.copied, restored.took) = (copied, began.elapsed());
         Ok(())
     }
 
-    /// Maps memory for all of `slots`, or for none. If there is a deadline and nothing else makes
-    /// room, waits for the budget until then. Returns the bytes that are new.
-    fn back_slots_until(
-        &self,
-        pool: &PoolCore,
-        stream: &Stream,
-        slots: &[u64],
-        until: Option<Instant>,
-    ) -> Result<u64> {
-        let (span, tag) = (&self.span, self.tag());
-        let back = |reserved| pool.back_slots(span, stream.timeline(), tag, slots, reserved);
-        match back(None) {
-            Err(MemoryError::OutOfMemory(refused))
-                if until.is_some() && refused.refused.is_some() =>
-            {
-                let bytes = slots.len() as u64 * span.slot;
-                match pool.budget().reserve_by(bytes, until) {
-                    Ok(reserved) => back(Some(&Mutex::new(reserved))),
-                    Err(_) => Err(MemoryError::OutOfMemory(refused)),
-                }
-            }
-            outcome => outcome,
-        }
-    }
-
     /// Returns the memory to the driver again, after `begin_resume`.
-    pub(crate) fn abort_resume(&self, restored: RestoredContents) {
+    pub(crate) fn abort_resume(&self, restored: &RestoredContents) {
         self.unmap_again(restored.taken);
-        self.park_again(restored.pieces);
+        self.park_again();
     }
 
     /// Returns the memory that a resume has mapped to the driver.
@@ -255,19 +223,14 @@ impl SlotMemory {
     }
 
     /// Ends a resume that has no memory, with the contents as they were saved.
-    fn park_again(&self, pieces: Vec<SavedPiece>) {
-        let dropped = {
-            let slots = &mut self.state().slots;
-            slots.end_phase(&self.dedicated, Phase::Parked);
-            slots.retain_saved(pieces)
-        };
-        drop(dropped);
+    fn park_again(&self) {
+        self.state().slots.end_phase(&self.dedicated, Phase::Parked);
     }
 
     /// Allows uses again, after `begin_resume`, and adds to the report.
     pub(crate) fn finish_resume(&self, restored: &RestoredContents, report: &mut ResumeReport) {
         let (dedicated, kind) = (&*self.dedicated, self.kind);
-        let events = {
+        let (events, over) = {
             let slots = &mut self.state().slots;
             debug_assert_eq!(slots.phase, Phase::Resuming, "resumes what is not parked");
             debug_assert!(slots.live().0 <= restored.taken, "live blocks have no memory");
@@ -275,16 +238,21 @@ impl SlotMemory {
                 dedicated.slot_block_resumed(kind, block.bytes, block.requested, block.tag);
             }
             report.blocks += slots.blocks.len() as u64;
-            if restored.pieces.is_empty() {
+            if restored.blocks.is_empty() {
                 // Not before: no stream may use blocks whose resume is undone, and nothing would
                 // order the next owners of their bytes behind it.
                 slots.notify_resident(dedicated, None);
             }
-            restored.add_to(report);
+            report.taken += restored.taken;
+            report.restored += restored.copied;
             let events = slots.events(dedicated, kind, &[Action::Allocate]);
             slots.reopen(dedicated);
-            events
+            // Dropped after the lock is released, by an allocator of the caller.
+            let over: Vec<_> =
+                slots.blocks.values_mut().filter_map(|live| live.saved.take()).collect();
+            (events, over)
         };
         dedicated.send(events);
+        drop(over);
     }
 }

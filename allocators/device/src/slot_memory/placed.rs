@@ -45,7 +45,28 @@ impl SlotMemory {
             Some(deps) => deps,
             None => self.take_with_missing(stream, range, request.owner())?,
         };
-        self.make_block_behind(stream, range, deps, &request)
+        let deps = self.order_behind(timeline, range, deps)?;
+        self.make_eager_block(stream, range, &request, Capture::UNANNOUNCED)
+            .inspect_err(|_| self.state().slots.ranges.free.add(range, deps))
+    }
+
+    /// Returns the address of a free range for a valid request, for work of `stream` that is not
+    /// captured. Prefers memory whose work is done. Returns `None` if there is none, if the stream
+    /// captures, or if launches that are not recorded may write free memory.
+    pub(crate) fn find_free(&self, stream: &Stream, request: &Request) -> Result<Option<u64>> {
+        let timeline = stream.timeline();
+        let _ = self.poll_fences();
+        if timeline.is_capturing()? {
+            return Ok(None);
+        }
+        let state = self.state();
+        let (bytes, align) = (request.size().next_multiple_of(BLOCK_ALIGN), request.alignment());
+        let find = |ready: &dyn Fn(&StreamDeps) -> bool| {
+            state.slots.ranges.free.find_filled(bytes, align, ready)
+        };
+        let found = find(&|deps| Capture::UNANNOUNCED.may_use(timeline, deps));
+        let found = found.or_else(|| find(&|_| true)).filter(|_| !state.has_untracked_launches);
+        Ok(found.map(|(_, range)| range.start))
     }
 
     /// Takes a range of which some slots have been given back to the driver, and adds memory to
@@ -87,49 +108,6 @@ impl SlotMemory {
             ranges.free.add(grid.slot_range(slot), StreamDeps::new());
         }
         ranges.free.take(range).ok_or(busy)
-    }
-
-    /// Allocates a block in free memory, for work of `stream` that is not captured. Prefers memory
-    /// whose work is done, and else orders the stream on the device after that work. Returns `None`
-    /// if no free range is large enough, if the stream captures, or if launches that are not
-    /// recorded may write free memory.
-    pub(crate) fn allocate_free(
-        self: &Arc<Self>,
-        stream: &Stream,
-        request: Request,
-    ) -> Result<Option<Block>> {
-        let timeline = stream.timeline();
-        check_stream_device(&*self.dedicated.driver, self.dedicated.device, timeline)?;
-        let _operation = self.begin_operation()?;
-        if self.state().has_untracked_launches || timeline.is_capturing()? {
-            return Ok(None);
-        }
-        let _ = self.poll_fences();
-        let (bytes, align) = (request.size().next_multiple_of(BLOCK_ALIGN), request.alignment());
-        let capture = Capture::UNANNOUNCED;
-        let taken = {
-            let free = &mut self.state().slots.ranges.free;
-            let ready = |deps: &StreamDeps| capture.may_use(timeline, deps);
-            let found = free.find_filled(bytes, align, ready);
-            let found = found.or_else(|| free.find_filled(bytes, align, |_| true));
-            found.and_then(|(_, range)| Some((range, free.take(range)?)))
-        };
-        let Some((range, deps)) = taken else { return Ok(None) };
-        self.make_block_behind(stream, range, deps, &request).map(Some)
-    }
-
-    /// Wraps a taken range in a block for work that is not captured, and orders the stream on the
-    /// device after the work that the range depends on. On failure the range is free again.
-    fn make_block_behind(
-        self: &Arc<Self>,
-        stream: &Stream,
-        range: Range,
-        deps: StreamDeps,
-        request: &Request,
-    ) -> Result<Block> {
-        let deps = self.order_behind(stream.timeline(), range, deps)?;
-        self.make_eager_block(stream, range, request, Capture::UNANNOUNCED)
-            .inspect_err(|_| self.state().slots.ranges.free.add(range, deps))
     }
 
     /// Returns whether these addresses are reserved for this memory.

@@ -1,7 +1,7 @@
 //! The contents of parked blocks, in host memory.
 #![expect(unsafe_code, reason = "copies between a device and memory of a caller's allocator")]
 
-use super::settings::{HostAllocator, Park, ResumeReport};
+use super::settings::{HostAllocator, Park};
 use crate::pool_core::PoolCore;
 use aquifer_core::{MemoryError, Result, SystemError, panics::contain};
 use aquifer_driver::Relaxed;
@@ -11,11 +11,12 @@ use std::{
     alloc::Layout,
     ptr::NonNull,
     sync::{Arc, atomic::Ordering},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-/// Bytes of host memory that are allocated at once, unless less remains to save. Long enough for a
-/// copy to run at the speed of the link, short enough for a pool of pinned memory to find room.
+/// Bytes of host memory that are allocated at once, unless less of a block remains to save. Long
+/// enough for a copy to run at the speed of the link, short enough for a pool of pinned memory to
+/// find room.
 const PIECE: u64 = 64 << 20;
 /// If an allocation is refused, its size is halved, down to this.
 const SMALLEST: u64 = 1 << 20;
@@ -24,45 +25,27 @@ const ALIGN: usize = 64;
 /// The error for an allocator's refusal, which carries no reason.
 const REFUSED: SystemError = SystemError { call: "Allocator::allocate", errno: 12 };
 
-/// The contents of memory that is being parked.
-#[derive(Default)]
-pub(crate) struct SavedContents {
-    pub(crate) pieces: Vec<SavedPiece>,
-    /// The time of the copies.
-    pub(crate) took: Duration,
-}
-
 /// Memory that is being resumed. Its saved contents are kept until that is final.
 #[derive(Default)]
 pub(crate) struct RestoredContents {
-    pub(crate) pieces: Vec<SavedPiece>,
+    pub(crate) blocks: Vec<Arc<SavedBlock>>,
     /// Bytes of mapped memory.
     pub(crate) taken: u64,
     /// Bytes that were copied back.
     pub(crate) copied: u64,
-    /// The time of the copies.
-    pub(crate) took: Duration,
 }
 
-impl RestoredContents {
-    /// Adds them to a report.
-    pub(crate) fn add_to(&self, report: &mut ResumeReport) {
-        report.taken += self.taken;
-        report.restored += self.copied;
-        report.copying += self.took;
+/// The contents of a parked block in pieces of host memory, one behind the other.
+pub(crate) struct SavedBlock {
+    pub(crate) address: u64,
+    pieces: Vec<HostBytes>,
+}
+
+impl SavedBlock {
+    /// Returns its bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.pieces.iter().map(HostBytes::bytes).sum()
     }
-}
-
-/// Host memory that holds parts of parked blocks.
-pub(crate) struct SavedPiece {
-    host: HostBytes,
-    parts: Vec<SavedPart>,
-}
-
-/// A range of device addresses, and the offset of its contents in the piece.
-struct SavedPart {
-    range: Range,
-    at: u64,
 }
 
 struct HostBytes {
@@ -73,6 +56,8 @@ struct HostBytes {
 
 // SAFETY: 1. only this value has the memory, and the allocator may be called from any thread.
 unsafe impl Send for HostBytes {}
+// SAFETY: 1. a shared reference only gives the address and the size.
+unsafe impl Sync for HostBytes {}
 
 impl HostBytes {
     fn new(from: &HostAllocator, bytes: u64) -> Option<Self> {
@@ -81,6 +66,10 @@ impl HostBytes {
         let start = contain(|| from.allocate(layout))?.ok()?.cast();
         Some(Self { start, layout, from: from.clone() })
     }
+
+    fn bytes(&self) -> u64 {
+        self.layout.size() as u64
+    }
 }
 
 impl Drop for HostBytes {
@@ -88,35 +77,6 @@ impl Drop for HostBytes {
         // SAFETY: 1. the memory comes from this allocator, with this layout, and is deallocated
         // once. No copy uses it any more: `save` and `restore` wait for theirs.
         contain(|| unsafe { self.from.deallocate(self.start, self.layout) });
-    }
-}
-
-/// Merges adjacent ranges, which are ascending.
-pub(crate) fn merged(ranges: impl Iterator<Item = Range>) -> Vec<Range> {
-    let mut merged: Vec<Range> = Vec::new();
-    for range in ranges {
-        match merged.last_mut() {
-            Some(last) if last.end() == range.start => last.len += range.len,
-            _ => merged.push(range),
-        }
-    }
-    merged
-}
-
-impl SavedPiece {
-    /// Returns the device addresses whose contents it holds.
-    pub(crate) fn ranges(&self) -> impl Iterator<Item = Range> {
-        self.parts.iter().map(|part| part.range)
-    }
-
-    /// Returns whether it holds any part of a range.
-    pub(crate) fn touches(&self, range: Range) -> bool {
-        self.ranges().any(|own| own.start < range.end() && range.start < own.end())
-    }
-
-    /// Returns its size in bytes.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.host.layout.size() as u64
     }
 }
 
@@ -133,7 +93,7 @@ pub(crate) fn wait_and_save(
     work: &[(Arc<Timeline>, u64)],
     until: Option<Instant>,
     ranges: impl Fn() -> Vec<Range>,
-) -> Result<SavedContents> {
+) -> Result<Vec<SavedBlock>> {
     if how.synchronizes {
         if pool.dedicated.announced.load(Ordering::Relaxed) > 0 {
             return Err(MemoryError::Capturing { stream: 0 });
@@ -148,106 +108,77 @@ pub(crate) fn wait_and_save(
             return Err(MemoryError::TimedOut);
         }
     }
-    let (began, ranges) = (Instant::now(), ranges());
-    let pieces = match &how.host {
-        Some(host) if !ranges.is_empty() => save(&pool.streams().lease()?, host, &ranges)?,
-        _ => Vec::new(),
-    };
-    Ok(SavedContents { pieces, took: began.elapsed() })
+    let ranges = ranges();
+    match &how.host {
+        Some(host) if !ranges.is_empty() => save(&pool.streams().lease()?, host, &ranges),
+        _ => Ok(Vec::new()),
+    }
 }
 
-/// Copies `ranges` to memory of `host`. Each piece is allocated while the copies into earlier
-/// pieces run. Blocks until all copies are done, also if it fails.
+/// Copies the blocks at `ranges` to memory of `host`. Each piece is allocated while the copies into
+/// earlier pieces run. Blocks until all copies are done, also if it fails.
 ///
 /// No work that writes the ranges may be pending, and no other code may use `stream`.
 ///
 /// # Errors
 /// [`MemoryError::System`] if the allocator refuses; the driver's.
-fn save(stream: &Stream, host: &HostAllocator, ranges: &[Range]) -> Result<Vec<SavedPiece>> {
-    let mut left: u64 = ranges.iter().map(|range| range.len).sum();
-    let mut ranges = ranges.iter().copied();
-    let (mut rest, mut most) = (Range { start: 0, len: 0 }, PIECE);
-    let mut pieces = Vec::new();
+fn save(stream: &Stream, host: &HostAllocator, ranges: &[Range]) -> Result<Vec<SavedBlock>> {
+    let new = |range: &Range| SavedBlock { address: range.start, pieces: Vec::new() };
+    let (mut blocks, mut most): (Vec<_>, _) = (ranges.iter().map(new).collect(), PIECE);
     let copied = stream.scope(|_| {
-        while left > 0 {
-            let Some(host) = HostBytes::new(host, left.min(most)) else {
-                if most <= SMALLEST {
-                    return Err(MemoryError::System(REFUSED));
-                }
-                most /= 2;
-                continue;
-            };
-            let (bytes, start) = (host.layout.size() as u64, host.start);
-            let (mut parts, mut at) = (Vec::new(), 0);
-            while at < bytes {
-                if rest.len == 0 {
-                    let Some(next) = ranges.next() else { break };
-                    rest = next;
-                }
-                let range = Range { start: rest.start, len: rest.len.min(bytes - at) };
-                parts.push(SavedPart { range, at });
-                at += range.len;
-                rest = Range { start: range.end(), len: rest.len - range.len };
-            }
-            left -= bytes;
-            // Stored before a copy is queued: all pieces outlive the scope, which waits.
-            pieces.push(SavedPiece { host, parts });
-            let parts = pieces.last().map_or(&[][..], |piece| &piece.parts);
-            for SavedPart { range, at } in parts {
-                let _calling = stream.timeline().calling()?;
-                // SAFETY: 1. the bytes at `at` lie in the piece, which lives until the scope has
-                // waited; the range's memory lives until the caller releases it. 2. the caller
-                // guarantees that nothing else uses either.
-                let queued = unsafe {
-                    let to = start.add(*at as usize);
-                    stream.driver().copy_to_host(stream.raw(), to, range.start, range.len as usize)
+        for (block, range) in blocks.iter_mut().zip(ranges) {
+            let mut at = range.start;
+            while at < range.end() {
+                let Some(piece) = HostBytes::new(host, (range.end() - at).min(most)) else {
+                    if most <= SMALLEST {
+                        return Err(MemoryError::System(REFUSED));
+                    }
+                    most /= 2;
+                    continue;
                 };
+                let (to, bytes) = (piece.start, piece.bytes());
+                // Stored before a copy is queued: all pieces outlive the scope, which waits.
+                block.pieces.push(piece);
+                let _calling = stream.timeline().calling()?;
+                // SAFETY: 1. the piece lives until the scope has waited; the range's memory lives
+                // until the caller releases it. 2. the caller guarantees that nothing else uses
+                // either.
+                let queued =
+                    unsafe { stream.driver().copy_to_host(stream.raw(), to, at, bytes as usize) };
                 queued.map_err(|e| MemoryError::driver(stream.device(), e))?;
+                at += bytes;
             }
         }
         Ok(())
     });
     copied??;
-    Ok(pieces)
+    Ok(blocks)
 }
 
-/// Copies back the contents of `ranges` that `pieces` hold. The ranges are disjoint and ascending.
-/// Blocks until the contents are there. Returns the copied bytes.
+/// Copies the contents of blocks back. Blocks until they are there. Returns the copied bytes.
 ///
-/// Nothing else may touch the ranges, and no other code may use `stream`.
+/// Nothing else may touch the blocks' ranges, which have memory, and no other code may use
+/// `stream`.
 ///
 /// # Errors
-/// The driver's. The pieces are unchanged.
-pub(crate) fn restore(stream: &Stream, pieces: &[SavedPiece], ranges: &[Range]) -> Result<u64> {
+/// The driver's.
+pub(crate) fn restore(stream: &Stream, blocks: &[Arc<SavedBlock>]) -> Result<u64> {
     let copied = stream.scope(|_| {
-        let mut bytes = 0;
-        for (piece, part) in
-            pieces.iter().flat_map(|piece| piece.parts.iter().map(move |part| (piece, part)))
-        {
-            let first = ranges.partition_point(|range| range.end() <= part.range.start);
-            let within = ranges[first..].iter().take_while(|range| range.start < part.range.end());
-            for range in within {
-                let start = range.start.max(part.range.start);
-                let end = range.end().min(part.range.end());
-                let at = part.at + (start - part.range.start);
+        for block in blocks {
+            let mut at = block.address;
+            for piece in &block.pieces {
                 let _calling = stream.timeline().calling()?;
-                // SAFETY: 1. the source lies within the part and so within the piece, which
-                // outlives the scope; the range has memory. 2. the caller guarantees that nothing
-                // else uses either.
+                // SAFETY: 1. the piece outlives the scope; the range has memory. 2. the caller
+                // guarantees that nothing else uses either.
                 let queued = unsafe {
-                    let from = piece.host.start.add(at as usize);
-                    stream.driver().copy_to_device(
-                        stream.raw(),
-                        start,
-                        from,
-                        (end - start) as usize,
-                    )
+                    let (from, bytes) = (piece.start, piece.layout.size());
+                    stream.driver().copy_to_device(stream.raw(), at, from, bytes)
                 };
                 queued.map_err(|e| MemoryError::driver(stream.device(), e))?;
-                bytes += end - start;
+                at += piece.bytes();
             }
         }
-        Ok(bytes)
+        Ok(blocks.iter().map(|block| block.bytes()).sum())
     });
     copied?
 }

@@ -10,7 +10,7 @@ use std::{error, fmt, io};
 /// use std::{io::Write, os::unix::net::UnixStream};
 /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
 /// let (mut here, there) = UnixStream::pair()?;
-/// here.write_all(&[0; 200])?;
+/// here.write_all(&[0; 256])?;
 /// // SAFETY: 1. and 2. Nothing is received.
 /// let refused = unsafe { pool.receive(&pool.stream()?, &there) };
 /// assert!(matches!(refused, Err(ShareError::NotAShare)));
@@ -21,7 +21,8 @@ use std::{error, fmt, io};
 pub enum ShareError {
     /// The pool or the driver refused.
     Memory(MemoryError),
-    /// The socket failed.
+    /// The socket failed. The kind is [`UnexpectedEof`](io::ErrorKind::UnexpectedEof) if the other
+    /// end closed it within a message.
     Io(io::Error),
     /// The other end did not answer in time, or the socket's own timeout has passed.
     TimedOut,
@@ -32,28 +33,14 @@ pub enum ShareError {
         /// The name.
         name: String,
     },
-    /// The other end closed the socket within a message.
-    Truncated {
-        /// Bytes of the message.
-        expected: usize,
-        /// Bytes that arrived.
-        received: usize,
-    },
-    /// The message is no shared block, or of another version.
+    /// The message is not a shared block, or of another version.
     NotAShare,
-    /// A number or text in the message that no block has.
+    /// A number in the message that no block has.
     BadField {
         /// The field.
         field: &'static str,
         /// Its value.
         value: u64,
-    },
-    /// A message with another number of descriptors than it says.
-    Descriptors {
-        /// The number in the message.
-        expected: usize,
-        /// The number that arrived.
-        actual: usize,
     },
     /// This process may open no more descriptors.
     DescriptorLimit,
@@ -83,15 +70,9 @@ impl fmt::Display for ShareError {
             Self::NotServed { name } => {
                 write!(f, "no block is served as {name:?}; it may have been withdrawn")
             }
-            Self::Truncated { expected, received } => {
-                write!(f, "the other end closed after {received} of {expected} bytes")
-            }
-            Self::NotAShare => f.write_str("the message is no shared block of this version"),
+            Self::NotAShare => f.write_str("the message is not a shared block of this version"),
             Self::BadField { field, value } => {
                 write!(f, "the message is invalid: {field} is {value}")
-            }
-            Self::Descriptors { expected, actual } => {
-                write!(f, "the message came with {actual} descriptors instead of {expected}")
             }
             Self::DescriptorLimit => {
                 f.write_str("this process may open no more descriptors; raise RLIMIT_NOFILE")

@@ -1,64 +1,60 @@
 //! Blocks that a process serves by name, and that other processes open.
 //!
-//! ```text
-//!   opener:  magic, generation that it knows (or 0), name
-//!   server:  whether it has one, its generation      then the message of `share`
-//! ```
-//!
+//! An opener sends the name, and the server the message of `share`, or a header without handles if
+//! it has no such block, or was asked for the generation alone.
 //! Both sides refuse a process of another user, whatever the permissions of the socket's file. Each
-//! opener has a thread, and a time limit for each of its steps. When all places are taken, the
-//! oldest has to go. An opener has one limit for all steps. A request that is no request ends its
-//! connection only. Forked children have none of the sockets.
+//! opener has a thread, and a time limit for each of its steps. A request that is no request ends
+//! its connection only.
 #![expect(unsafe_code, reason = "imports memory that others work with")]
 
 use super::{
     ReceivedBlock, SharedBlock,
     error::ShareError,
-    forks::Unforked,
-    listener::{SocketFile, connect, listen},
     share::check_peer,
-    wire::{Answer, Connection, OpenRequest, Patience},
+    wire::{ShareHeader, receive_request, send_request},
 };
 use crate::DevicePool;
 use aquifer_core::Result;
 use aquifer_driver::site;
 use aquifer_stream::Stream;
-use nix::{
-    poll::{PollFd, PollFlags, PollTimeout, poll},
-    sys::socket::{Shutdown, shutdown},
+use nix::sys::socket::{
+    AddressFamily, Shutdown, SockFlag, SockType, UnixAddr, connect, shutdown, socket,
 };
 use std::{
-    collections::{HashMap, VecDeque},
-    fmt, io,
+    collections::HashMap,
+    fmt, fs, io,
     mem::{self, ManuallyDrop},
     os::{
-        fd::{AsFd, AsRawFd},
-        unix::net::{SocketAddr, UnixListener, UnixStream},
+        fd::AsRawFd,
+        linux::net::SocketAddrExt,
+        unix::{
+            fs::FileTypeExt,
+            net::{SocketAddr, UnixListener, UnixStream},
+        },
     },
+    process,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicBool, Ordering::Relaxed},
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     thread,
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// The most openers at one time.
-const MOST_OPENERS: usize = 64;
 /// How long an opener may take for each step.
 const STEP: Duration = Duration::from_secs(2);
-/// The pause when the system refuses a socket or a wait. It may have what is missing later.
+/// The pause when the system refuses a socket or a thread. It may have what is missing later.
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// Serves blocks by name to other processes of the same user, over a Unix socket.
 ///
-/// Up to 64 openers are answered at a time, by a thread each. One that stops or says nothing delays
-/// no other: it is dropped after two seconds in one step, or when another one needs its place.
+/// Each opener is answered by a thread. One that stops or says nothing delays no other, and is
+/// dropped after two seconds in one step.
 ///
-/// Dropping the server ends the service, and removes the socket's file. After a `SIGKILL` the file
-/// is left, and the next server at its path replaces it. A child of a fork has no part in the
-/// service, and ends with nothing of it: openers find [`ShareError::NoServer`] as soon as the
-/// process that has bound the socket has died.
+/// Dropping the server ends the service. The socket's file is left, as after a `SIGKILL`, and the
+/// next server at its path replaces it. A child of a fork has no part in the service, but the
+/// socket stays open as long as it lives: after the death of the process that has bound it, openers
+/// find [`ShareError::TimedOut`] instead of [`ShareError::NoServer`].
 ///
 /// A block that an opener has mapped stays mapped there when it is withdrawn, when the server is
 /// dropped, and when the process ends. The memory of a [`StableBlock`](crate::StableBlock) holds
@@ -96,121 +92,134 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// // SAFETY: 1. and 2. Nothing is opened.
 /// let refused = unsafe { pool.open_shared(&stream, &address, "weights", wait) };
 /// assert!(matches!(refused, Err(ShareError::NotServed { .. })));
+/// # std::fs::remove_file(&path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct ShareServer {
-    /// A forked child has a copy, without the thread and the socket.
+    /// A forked child has a copy, without the thread.
     service: Arc<Service>,
 }
 
 /// What the thread of a server shares with its handle.
 struct Service {
-    listener: Unforked<UnixListener>,
-    file: Option<SocketFile>,
+    listener: UnixListener,
+    /// The process that has bound the socket.
+    process: u32,
+    last_generation: AtomicU64,
     blocks: Arc<Mutex<ServedBlocks>>,
     is_over: AtomicBool,
 }
 
-/// The served blocks with their generations, by name.
-struct ServedBlocks {
-    last_generation: u64,
-    by_name: HashMap<String, (u64, Arc<SharedBlock>)>,
-}
+/// The served blocks by name.
+type ServedBlocks = HashMap<String, Arc<SharedBlock>>;
 
 fn lock(blocks: &Mutex<ServedBlocks>) -> MutexGuard<'_, ServedBlocks> {
     blocks.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Service {
-    /// Accepts openers until the server is dropped. Each gets a thread. Where there is no room, the
-    /// oldest has to go.
+    /// Accepts openers until the server is dropped. Each gets a thread.
     fn run(&self) {
-        let mut openers = VecDeque::new();
-        let Some(listener) = self.listener.get() else { return };
         loop {
-            let polled =
-                poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE);
+            let accepted = self.listener.accept();
             if self.is_over.load(Relaxed) {
-                // What was asked until then is answered.
                 return;
             }
-            openers.retain(|opener: &Weak<_>| opener.strong_count() > 0);
-            let served = polled.map_err(io::Error::from).and_then(|_| self.accept(listener));
-            match served {
-                Ok(opener) => openers.extend(opener),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => {
-                    // No descriptors or threads are left, for example.
-                    drop_oldest(&mut openers);
-                    thread::sleep(PAUSE);
-                }
-            }
-            if openers.len() > MOST_OPENERS {
-                drop_oldest(&mut openers);
+            if accepted.and_then(|(socket, _)| self.serve(socket)).is_err() {
+                // No descriptors or threads are left, for example.
+                thread::sleep(PAUSE);
             }
         }
     }
 
-    /// Accepts an opener without waiting, and starts its thread. Returns `None` for a process of
-    /// another user, which takes no place.
-    fn accept(&self, listener: &UnixListener) -> io::Result<Option<Weak<Unforked<UnixStream>>>> {
-        let opener = Arc::new(Unforked::open(|| listener.accept().map(|(socket, _)| socket))?);
-        if opener.get().is_none_or(|socket| check_peer(socket).is_err()) {
-            return Ok(None);
+    /// Starts the thread of an opener. A process of another user gets none.
+    fn serve(&self, socket: UnixStream) -> io::Result<()> {
+        if check_peer(&socket).is_err() {
+            return Ok(());
         }
-        let (place, blocks) = (Arc::downgrade(&opener), self.blocks.clone());
+        let blocks = self.blocks.clone();
         let thread = thread::Builder::new().name("aquifer-share".into());
         // The opener may end, or what it says may be wrong: that is the same to the others.
-        thread.spawn(move || opener.get().map(|socket| answer(&blocks, socket)))?;
-        Ok(Some(place))
+        thread.spawn(move || answer(&blocks, &socket)).map(drop)
     }
 }
 
 /// Answers an opener. Each step has a time limit.
 fn answer(blocks: &Mutex<ServedBlocks>, socket: &UnixStream) -> Result<(), ShareError> {
-    let connection = Connection::new(socket, Patience::Each(STEP));
-    let mut message = [0; OpenRequest::BYTES];
-    connection.receive(&mut message, 0)?;
-    let request = OpenRequest::decode(&message)?;
+    set_timeouts(socket, STEP)?;
+    let (name, wants_block) = receive_request(socket)?;
     // A last reference is dropped here, which may call the driver: not under the lock.
-    let found = lock(blocks).by_name.get(&request.name).cloned();
-    let (answer, block) = match found {
-        None => (Answer::NotServed, None),
-        Some((known, _)) if known == request.known => (Answer::Unchanged(known), None),
-        Some((generation, block)) => (Answer::Follows(generation), Some(block)),
-    };
-    connection.send(&answer.encode(), &[])?;
-    block.map_or(Ok(()), |block| block.send_over(&connection))
+    let found = lock(blocks).get(&name).cloned();
+    match found {
+        Some(block) if wants_block => block.send(socket),
+        found => {
+            let generation = found.map_or(0, |block| block.header.generation);
+            ShareHeader::without_block(name, generation).send(socket)
+        }
+    }
 }
 
-/// Ends the connection that has lasted longest, and with it its thread.
-fn drop_oldest(openers: &mut VecDeque<Weak<Unforked<UnixStream>>>) {
-    let oldest = openers.pop_front().and_then(|opener| opener.upgrade());
-    if let Some(socket) = oldest.as_ref().and_then(|opener| opener.get()) {
-        let _ended = socket.shutdown(std::net::Shutdown::Both);
+/// Connects to a server, and asks for the block of a name or for its generation alone.
+fn ask(
+    address: &SocketAddr,
+    (name, wants_block): (&str, bool),
+    timeout: Duration,
+) -> Result<UnixStream, ShareError> {
+    let to = match address.as_pathname() {
+        Some(path) => UnixAddr::new(path),
+        None => UnixAddr::new_abstract(address.as_abstract_name().unwrap_or_default()),
+    };
+    let to = to.map_err(io::Error::from)?;
+    let new = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None);
+    let socket = UnixStream::from(new.map_err(io::Error::from)?);
+    // Before it connects: the system makes it wait while many others do.
+    set_timeouts(&socket, timeout)?;
+    connect(socket.as_raw_fd(), &to).map_err(|error| match error {
+        nix::Error::ECONNREFUSED | nix::Error::ENOENT => ShareError::NoServer(error.into()),
+        _ => io::Error::from(error).into(),
+    })?;
+    check_peer(&socket)?;
+    send_request(&socket, name, wants_block)?;
+    Ok(socket)
+}
+
+fn set_timeouts(socket: &UnixStream, timeout: Duration) -> io::Result<()> {
+    socket.set_read_timeout(Some(timeout))?;
+    socket.set_write_timeout(Some(timeout))
+}
+
+/// Binds a socket. A file that a dead server has left at the path is replaced.
+fn listen(address: &SocketAddr) -> io::Result<UnixListener> {
+    match (UnixListener::bind_addr(address), address.as_pathname()) {
+        (Err(error), Some(path)) if error.kind() == io::ErrorKind::AddrInUse => {
+            let is_socket = fs::symlink_metadata(path)?.file_type().is_socket();
+            let connected = UnixStream::connect_addr(address).map(drop);
+            match connected.map_err(|error| error.kind()) {
+                Err(io::ErrorKind::ConnectionRefused) if is_socket => fs::remove_file(path)?,
+                _ => return Err(error),
+            }
+            UnixListener::bind_addr(address)
+        }
+        (bound, _) => bound,
     }
 }
 
 impl ShareServer {
     /// Binds a socket and starts the thread that accepts openers. The address is a path, or a name
-    /// in the abstract namespace, which is that of the network namespace. A file that a dead server
-    /// has left at the path is replaced. Waits up to a second for other processes of this user that
-    /// bind at the same path. Meanwhile there is a file next to it, whose name ends in `.lock`.
+    /// in the abstract namespace, which is that of the network namespace. A socket that a dead
+    /// server has left at the path is replaced: do not start two servers at one path at the same
+    /// time.
     ///
     /// # Errors
     /// [`ShareError::Io`], such as [`AddrInUse`](std::io::ErrorKind::AddrInUse) if another process
-    /// serves there, and [`AlreadyExists`](std::io::ErrorKind::AlreadyExists) if the path is no
-    /// socket; [`ShareError::TimedOut`].
+    /// serves there, or the path is not a socket.
     pub fn bind(address: &SocketAddr) -> Result<Self, ShareError> {
-        let (listener, file) = listen(address)?;
+        let (listener, process) = (listen(address)?, process::id());
         // Larger than those of an earlier server, unless the clock was set back.
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let last_generation = u64::try_from(since.as_nanos()).unwrap_or_default();
-        let blocks = ServedBlocks { last_generation, by_name: HashMap::new() };
-        let blocks = Arc::new(Mutex::new(blocks));
-        let is_over = AtomicBool::new(false);
-        let service = Arc::new(Service { listener, file, blocks, is_over });
+        let last_generation = AtomicU64::new(since.as_nanos() as u64);
+        let (blocks, is_over) = (Arc::default(), AtomicBool::new(false));
+        let service = Arc::new(Service { listener, process, last_generation, blocks, is_over });
         let server = Self { service: service.clone() };
         thread::Builder::new().name("aquifer-share".into()).spawn(move || service.run())?;
         Ok(server)
@@ -221,76 +230,45 @@ impl ShareServer {
     /// earlier server's at this address unless the clock was set back.
     ///
     /// The server keeps the memory charged until the block is withdrawn.
-    pub fn serve(&self, block: SharedBlock) -> u64 {
-        let name = block.name().to_owned();
-        let (generation, replaced) = {
-            let mut blocks = lock(&self.service.blocks);
-            blocks.last_generation += 1;
-            let generation = blocks.last_generation;
-            (generation, blocks.by_name.insert(name, (generation, Arc::new(block))))
-        };
+    pub fn serve(&self, mut block: SharedBlock) -> u64 {
+        let generation = self.service.last_generation.fetch_add(1, Relaxed) + 1;
+        block.header.generation = generation;
+        let (name, block) = (block.name().to_owned(), Arc::new(block));
+        let replaced = lock(&self.service.blocks).insert(name, block);
         // The last reference calls the driver: not under the lock.
         drop(replaced);
         generation
     }
 
     /// Ends the service of a block: later openers get [`ShareError::NotServed`]. Those that have
-    /// mapped it keep it. Returns its generation, or `None` if there is none of this name.
-    pub fn withdraw(&self, name: &str) -> Option<u64> {
-        let withdrawn = lock(&self.service.blocks).by_name.remove(name);
-        withdrawn.map(|(generation, _)| generation)
-    }
-
-    /// Returns whether this is the process that has bound the socket, and not a child of a fork.
-    #[must_use]
-    pub fn is_of_this_process(&self) -> bool {
-        self.service.listener.is_of_this_process()
+    /// mapped it keep it. Returns whether there was one of this name.
+    pub fn withdraw(&self, name: &str) -> bool {
+        let withdrawn = lock(&self.service.blocks).remove(name);
+        withdrawn.is_some()
     }
 }
 
 impl Drop for ShareServer {
     /// Neither waits for the thread nor blocks. A transfer that has begun goes on.
     fn drop(&mut self) {
-        let Some(listener) = self.service.listener.get() else {
-            // The file and the memory are the parent's, and the lock may be held by a thread that a
-            // forked child does not have.
+        if self.service.process != process::id() {
+            // The socket and the memory are the parent's, and the lock may be held by a thread that
+            // a forked child does not have.
             let _kept = ManuallyDrop::new(self.service.clone());
             return;
-        };
-        self.service.is_over.store(true, Relaxed);
-        if let Some(file) = &self.service.file {
-            file.remove();
         }
+        self.service.is_over.store(true, Relaxed);
         // On Linux this wakes the thread that waits.
-        let _woken = shutdown(listener.as_raw_fd(), Shutdown::Both);
-        let withdrawn = mem::take(&mut lock(&self.service.blocks).by_name);
+        let _woken = shutdown(self.service.listener.as_raw_fd(), Shutdown::Both);
+        let withdrawn = mem::take(&mut *lock(&self.service.blocks));
         drop(withdrawn);
     }
 }
 
-/// Asks a server for the block of a name, unless it has the generation `known`. Returns what it
-/// says, and what `follow` makes of what follows on the connection. It takes at most `timeout`.
-fn ask<T>(
-    address: &SocketAddr,
-    (name, known): (&str, u64),
-    timeout: Duration,
-    follow: impl FnOnce(Answer, &Connection<'_>) -> Result<T, ShareError>,
-) -> Result<T, ShareError> {
-    let request = OpenRequest::new(name, known)?;
-    let deadline = Instant::now() + timeout;
-    let socket = connect(address, deadline)?;
-    check_peer(&socket)?;
-    let connection = Connection::new(&socket, Patience::Until(deadline));
-    connection.send(&request.encode(), &[])?;
-    let mut answer = [0; Answer::BYTES];
-    connection.receive(&mut answer, 0)?;
-    follow(Answer::decode(&answer)?, &connection)
-}
-
 impl DevicePool {
     /// Opens a block that another process [serves](ShareServer) under `name`, and maps it in one
-    /// piece for work on `stream` from now on. It takes at most `timeout`. See [`ShareServer`] for
-    /// an example.
+    /// piece for work on `stream` from now on. Waits for a server that says nothing at most
+    /// `timeout`, which may not be zero. See [`ShareServer`] for an example.
     ///
     /// # Safety
     /// As [`DevicePool::receive`]. In 2., memory of a [`StableBlock`](crate::StableBlock) may
@@ -310,39 +288,33 @@ impl DevicePool {
         timeout: Duration,
     ) -> Result<ReceivedBlock, ShareError> {
         let _site = site::enter();
-        ask(address, (name, 0), timeout, |answer, connection| {
-            let Answer::Follows(generation) = answer else {
-                return Err(ShareError::NotServed { name: name.to_owned() });
-            };
-            // SAFETY: 1. 2. Promised by the caller.
-            let mut received = unsafe { self.receive_over(stream, connection) }?;
-            received.opened_at(generation, address.clone());
-            Ok(received)
-        })
+        let socket = ask(address, (name, true), timeout)?;
+        // SAFETY: 1. 2. Promised by the caller.
+        let mut received = unsafe { self.receive(stream, &socket) }?;
+        received.server = Some(address.clone());
+        Ok(received)
     }
 }
 
 impl ReceivedBlock {
     /// Asks the server whether it still serves this block: not after it has withdrawn the name, or
-    /// serves another block under it. It takes at most `timeout`.
+    /// serves another block under it. Waits as [`DevicePool::open_shared`].
     ///
     /// # Errors
     /// [`ShareError::NoServer`]; [`ShareError::NotServed`] for a block that was not opened by name;
     /// [`ShareError::TimedOut`]; [`ShareError::Io`].
     pub fn is_current(&self, timeout: Duration) -> Result<bool, ShareError> {
-        let Some(address) = self.server() else {
-            return Err(ShareError::NotServed { name: self.name().to_owned() });
-        };
-        ask(address, (self.name(), self.generation()), timeout, |answer, _| {
-            Ok(matches!(answer, Answer::Unchanged(_)))
-        })
+        let missing = || ShareError::NotServed { name: self.name().to_owned() };
+        let server = self.server.as_ref().ok_or_else(missing)?;
+        let socket = ask(server, (self.name(), false), timeout)?;
+        Ok(ShareHeader::receive(&socket)?.generation == self.generation())
     }
 }
 
 impl fmt::Debug for ShareServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ShareServer")
-            .field("address", &self.service.listener.get().and_then(|it| it.local_addr().ok()))
+            .field("address", &self.service.listener.local_addr().ok())
             .finish_non_exhaustive()
     }
 }

@@ -1,8 +1,8 @@
 //! Blocks for other processes: sent over a Unix socket, and mapped there.
 //!
-//! A message is a header, then the block's physical handles in batches: their sizes, with one
-//! descriptor each (`SCM_RIGHTS`). The receiver acknowledges each batch but the last, so at most
-//! [`BATCH`] descriptors of a block are open at once, on either side and between them.
+//! A header, then a message for each of the block's physical handles: its size, with its descriptor
+//! (`SCM_RIGHTS`). The receiver acknowledges each [`BATCH`] of them but the last, so no more
+//! descriptors of a block are open at once between the two sides.
 //!
 //! Neither side trusts the other with more than the bytes of the block: lengths and counts are
 //! checked before they are used, a descriptor of anything else is refused by the driver, and what
@@ -12,7 +12,7 @@
 use super::{
     StableBlock,
     error::ShareError,
-    wire::{Connection, HEADER, Patience, ShareHeader, check_name, number},
+    wire::{ShareHeader, check_name, receive, send},
 };
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request, backing::handle::Handle,
@@ -28,13 +28,14 @@ use std::{
     fmt, io,
     ops::Range,
     os::{
-        fd::{AsFd, OwnedFd},
+        fd::AsFd,
         unix::net::{SocketAddr, UnixStream},
     },
     sync::Arc,
 };
 
-/// The number of handles that are sent at once. Far below the usual limits of open descriptors.
+/// The number of handles that are sent without an answer. Far below the usual limits of open
+/// descriptors, which also count those that are in flight.
 const BATCH: usize = 64;
 
 /// A block that can be sent to other processes, any number of times.
@@ -75,7 +76,7 @@ const BATCH: usize = 64;
 /// ```
 pub struct SharedBlock {
     driver: Arc<dyn Driver>,
-    header: ShareHeader,
+    pub(super) header: ShareHeader,
     handles: Vec<Arc<Handle>>,
 }
 
@@ -93,8 +94,9 @@ pub struct ReceivedBlock {
     offset: u64,
     bytes: u64,
     access: Access,
-    /// The server that it was opened at, and its generation there.
-    origin: Option<(SocketAddr, u64)>,
+    generation: u64,
+    /// The server that it was opened at.
+    pub(super) server: Option<SocketAddr>,
 }
 
 /// Refuses a socket whose other end is a process of another user (`SO_PEERCRED`). The credentials
@@ -152,26 +154,16 @@ impl SharedBlock {
     /// closed when this returns.
     ///
     /// # Errors
-    /// [`ShareError::Io`], [`ShareError::Truncated`]; the driver's. The receiver then fails too.
+    /// [`ShareError::Io`], [`ShareError::TimedOut`]; the driver's. The receiver then fails too.
     pub fn send(&self, socket: &UnixStream) -> Result<(), ShareError> {
-        self.send_over(&Connection::new(socket, Patience::OfSocket))
-    }
-
-    pub(super) fn send_over(&self, connection: &Connection<'_>) -> Result<(), ShareError> {
-        connection.send(&self.header.encode(), &[])?;
-        for (number, batch) in self.handles.chunks(BATCH).enumerate() {
-            if number > 0 {
-                connection.receive(&mut [0], 0)?;
+        self.header.send(socket)?;
+        for (number, handle) in self.handles.iter().enumerate() {
+            if number > 0 && number % BATCH == 0 {
+                receive(socket, &mut [0])?;
             }
-            let export = |handle: &Arc<Handle>| {
-                let exported = self.driver.handle_export(handle.raw());
-                exported.map_err(|e| MemoryError::driver(handle.raw().device(), e))
-            };
-            let files: Vec<OwnedFd> = batch.iter().map(export).collect::<Result<_>>()?;
-            let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-            let sizes: Vec<u8> =
-                batch.iter().flat_map(|handle| handle.bytes().to_le_bytes()).collect();
-            connection.send(&sizes, &files)?;
+            let exported = self.driver.handle_export(handle.raw());
+            let file = exported.map_err(|e| MemoryError::driver(handle.raw().device(), e))?;
+            send(socket, &handle.bytes().to_le_bytes(), Some(&file))?;
         }
         Ok(())
     }
@@ -207,7 +199,8 @@ impl DevicePool {
         }
         let info = self.info();
         let header = ShareHeader {
-            handles: handles.len() as u32,
+            handles: handles.len() as u64,
+            generation: 0,
             granularity: info.granularity,
             offset,
             bytes,
@@ -232,7 +225,7 @@ impl DevicePool {
     /// - [`MemoryError::Unsupported`] without virtual memory mapping; [`MemoryError::WrongDevice`]
     ///   for another device's stream; the driver's, also for a descriptor of something else.
     /// - The other [`ShareError`]s for a socket that fails, and for any message that is not what
-    ///   `send` writes.
+    ///   `send` writes; [`ShareError::NotServed`] from a [server](crate::ShareServer).
     #[track_caller]
     pub unsafe fn receive(
         &self,
@@ -240,58 +233,36 @@ impl DevicePool {
         socket: &UnixStream,
     ) -> Result<ReceivedBlock, ShareError> {
         let _site = site::enter();
-        let connection = Connection::new(socket, Patience::OfSocket);
-        // SAFETY: 1. 2. Promised by the caller.
-        unsafe { self.receive_over(stream, &connection) }
-    }
-
-    /// As [`DevicePool::receive`].
-    ///
-    /// # Safety
-    /// As [`DevicePool::receive`].
-    #[track_caller]
-    pub(super) unsafe fn receive_over(
-        &self,
-        stream: &Stream,
-        connection: &Connection<'_>,
-    ) -> Result<ReceivedBlock, ShareError> {
         self.check_stream(stream)?;
         let dedicated = &self.core().dedicated;
         if dedicated.step() == 0 {
             return Err(MemoryError::Unsupported { feature: "virtual memory management" }.into());
         }
-        let mut message = [0; HEADER];
-        connection.receive(&mut message, 0)?;
-        let header = ShareHeader::decode(&message)?;
+        let header = ShareHeader::receive(socket)?;
+        if header.handles == 0 {
+            return Err(ShareError::NotServed { name: header.name });
+        }
         self.check_header(&header)?;
-        let mut parts = Vec::new();
-        let (mut total, mut left) = (0, header.handles as usize);
-        while left > 0 {
-            let count = left.min(BATCH);
-            let mut sizes = [0; 8 * BATCH];
-            let sizes = &mut sizes[..8 * count];
-            let files = connection.receive(sizes, count)?;
-            for (file, size) in files.iter().zip(sizes.chunks_exact(8)) {
-                let bytes = number(size);
-                if bytes == 0 || !bytes.is_multiple_of(header.granularity) {
-                    return Err(ShareError::BadField {
-                        field: "the size of a handle",
-                        value: bytes,
-                    });
-                }
-                total = self.check_total(total, bytes)?;
-                // SAFETY: 1. promised by the caller.
-                let raw = unsafe { dedicated.driver.handle_import(self.device(), file.as_fd()) };
-                let raw = raw.map_err(|e| dedicated.driver_error(e))?;
-                parts.push((bytes, Handle::imported(&dedicated.driver, raw)));
+        let (mut parts, mut total) = (Vec::new(), 0);
+        for handle in 0..header.handles {
+            if handle > 0 && handle % BATCH as u64 == 0 {
+                send(socket, &[0], None)?;
             }
-            left -= count;
-            if left > 0 {
-                connection.send(&[0], &[])?;
+            let mut size = [0; 8];
+            let missing = ShareError::BadField { field: "the number of descriptors", value: 0 };
+            let file = receive(socket, &mut size)?.ok_or(missing)?;
+            let bytes = u64::from_le_bytes(size);
+            if bytes == 0 || !bytes.is_multiple_of(header.granularity) {
+                return Err(ShareError::BadField { field: "the size of a handle", value: bytes });
             }
+            total = self.check_total(total, bytes)?;
+            // SAFETY: 1. promised by the caller.
+            let raw = unsafe { dedicated.driver.handle_import(self.device(), file.as_fd()) };
+            let raw = raw.map_err(|e| dedicated.driver_error(e))?;
+            parts.push((bytes, Handle::imported(&dedicated.driver, raw)));
         }
         let end = header.offset.checked_add(header.bytes);
-        if end.is_none_or(|end| end > total) {
+        if header.bytes == 0 || end.is_none_or(|end| end > total) {
             return Err(ShareError::BadField {
                 field: "the size of the block",
                 value: header.bytes,
@@ -303,32 +274,23 @@ impl DevicePool {
             .map_imported(BlockKind::Stable, parts, total, header.access)
             .map_err(|e| dedicated.driver_error(e))?;
         let block = self.stable(stream, span, request, true);
-        let ShareHeader { name, offset, bytes, access, .. } = header;
-        Ok(ReceivedBlock { block, name, offset, bytes, access, origin: None })
+        let ShareHeader { name, offset, bytes, access, generation, .. } = header;
+        Ok(ReceivedBlock { block, name, offset, bytes, access, generation, server: None })
     }
 
     /// Checks what can be checked before any memory has arrived.
     fn check_header(&self, header: &ShareHeader) -> Result<(), ShareError> {
-        let (info, bad) = (self.info(), |field, value| Err(ShareError::BadField { field, value }));
+        let info = self.info();
         let here = info.pci_address.as_deref().unwrap_or_default();
         if !here.is_empty() && !header.device.is_empty() && here != header.device {
             let (expected, actual) = (header.device.clone(), here.to_owned());
             return Err(ShareError::OtherDevice { expected, actual });
         }
-        let most = info.memory.div_ceil(info.granularity.max(1));
-        match header {
-            _ if header.granularity == 0 || header.granularity != info.granularity => {
-                bad("the granularity", header.granularity)
-            }
-            _ if header.handles == 0 || u64::from(header.handles) > most => {
-                bad("the number of handles", header.handles.into())
-            }
-            _ if header.bytes == 0 || header.bytes > info.memory => {
-                bad("the size of the block", header.bytes)
-            }
-            _ if header.offset > info.memory => bad("the offset of the block", header.offset),
-            _ => Ok(()),
+        if header.granularity != info.granularity {
+            let (field, value) = ("the granularity", header.granularity);
+            return Err(ShareError::BadField { field, value });
         }
+        Ok(())
     }
 
     /// Adds the bytes of a handle. No block has more than its device.
@@ -356,15 +318,7 @@ impl ReceivedBlock {
     /// not opened by name.
     #[must_use]
     pub fn generation(&self) -> u64 {
-        self.origin.as_ref().map_or(0, |(_, generation)| *generation)
-    }
-
-    pub(super) fn server(&self) -> Option<&SocketAddr> {
-        self.origin.as_ref().map(|(address, _)| address)
-    }
-
-    pub(super) fn opened_at(&mut self, generation: u64, server: SocketAddr) {
-        self.origin = Some((server, generation));
+        self.generation
     }
 
     /// Returns the address where the sender's block begins in this process.

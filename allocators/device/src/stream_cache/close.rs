@@ -12,7 +12,7 @@
 //! correct.
 
 use super::{Binding, CacheHost, CacheState, CacheUsage, CollectMode, StreamCache, UNBOUND};
-use crate::base::{addresses::AddressDirectory, released, usage::LiveBytes};
+use crate::base::{addresses::AddressDirectory, usage::LiveBytes};
 use aquifer_core::MemoryError;
 use aquifer_heap::{Config, Heap};
 use aquifer_stream::{LastUse, Timeline};
@@ -21,16 +21,9 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Drops values whose graphs the driver has released, and retries the closing of caches that the
-/// driver has refused.
-pub(crate) fn sweep_released() {
-    retry_teardowns();
-    released::sweep();
-}
-
 /// Retries the closing of caches that the driver refused. What it refuses again is kept for the
 /// next call.
-fn retry_teardowns() {
+pub(crate) fn retry_teardowns() {
     let deferred = mem::take(&mut *DEFERRED.lock().unwrap_or_else(PoisonError::into_inner));
     for one in deferred {
         match one {

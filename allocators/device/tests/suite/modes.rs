@@ -280,8 +280,10 @@ fn correct_use_is_silent_under_every_mode_and_its_figures_add_up() {
         let stats = rig.pool.stats();
         let own = 13 << 20;
         assert!(stats.live >= own && stats.live < own + MIB, "{mode}: {stats:?}");
-        assert_eq!(stats.requested, own, "{mode}: {stats:?}");
-        assert!(stats.peak_live >= stats.live && stats.peak_requested == own, "{mode}: {stats:?}");
+        // Guards count.
+        assert!(stats.requested >= own && stats.requested < own + 4096, "{mode}: {stats:?}");
+        assert!(stats.peak_live >= stats.live, "{mode}: {stats:?}");
+        assert_eq!(stats.peak_requested, stats.requested, "{mode}: {stats:?}");
         assert!(stats.pending < MIB, "{mode}: reserved and stable memory is live: {stats:?}");
         assert_eq!(stats.physical, rig.budget.used(), "{mode}: {stats:?}");
         assert_eq!(rig.pool.physical(), stats.physical, "{mode}");

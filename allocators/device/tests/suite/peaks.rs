@@ -2,7 +2,7 @@
 //! most 1 MiB a stream.
 
 use crate::support::{MIB, Random, Rig};
-use aquifer_device::{Block, Debugging, PoolConfig};
+use aquifer_device::{Block, PoolConfig};
 use aquifer_driver::sim::Sim;
 use aquifer_stream::Stream;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -51,18 +51,14 @@ fn the_peak_of_a_single_stream_is_exact() {
 
 #[test]
 fn peaks_without_caches_are_exact() {
-    let bypass = |config: &mut PoolConfig| config.bypass = true;
-    let checked = |config: &mut PoolConfig| config.debug = Debugging::all();
-    for (bypassed, (rig, streams)) in [(true, rig(3, bypass)), (false, rig(3, checked))] {
-        for round in 0..3 {
-            for stream in &streams {
-                drop(rig.alloc(stream, 4 * MIB));
-                drop(rig.stable(stream, 6 * MIB));
-            }
-            let stats = rig.pool.stats();
-            assert_eq!(stats.peak_requested, 6 * MIB, "bypass {bypassed}, round {round}");
-            assert_eq!(stats.peak_live, 6 * MIB, "bypass {bypassed}, round {round}");
+    let (rig, streams) = rig(3, |config| config.bypass = true);
+    for round in 0..3 {
+        for stream in &streams {
+            drop(rig.alloc(stream, 4 * MIB));
+            drop(rig.stable(stream, 6 * MIB));
         }
+        let stats = rig.pool.stats();
+        assert_eq!((stats.peak_requested, stats.peak_live), (6 * MIB, 6 * MIB), "round {round}");
     }
 }
 

@@ -285,7 +285,7 @@ fn memory_that_can_be_parked_is_not_shared_since_it_does_not_stay() {
     }
 }
 
-const HEADER: usize = 152;
+const HEADER: usize = 256;
 
 #[test]
 fn a_receiver_waits_no_longer_than_its_sockets_timeout() {

@@ -12,9 +12,6 @@ use std::ffi::{c_int, c_uchar, c_uint, c_ushort, c_void};
 /// An object of the driver: a context, stream, event or pool. Never dereferenced here.
 pub(super) type DriverPtr = *mut c_void;
 
-/// A function that the driver calls with the pointer it was registered with (`CUhostFn`).
-pub(super) type HostFunction = unsafe extern "C" fn(*mut c_void);
-
 /// Converts a handle to the driver's pointer.
 pub(super) fn driver_ptr(handle: u64) -> DriverPtr {
     std::ptr::with_exposed_provenance_mut(handle as usize)
@@ -74,11 +71,6 @@ pub(super) fn capture_mode(mode: CaptureMode) -> c_uint {
 /// `CU_STREAM_CAPTURE_STATUS_…`. The third value means that a capture is invalidated.
 pub(super) const CAPTURE_STATUS_NONE: c_uint = 0;
 pub(super) const CAPTURE_STATUS_ACTIVE: c_uint = 1;
-
-/// `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`, which the driver requires.
-pub(super) const USER_OBJECT_NO_DESTRUCTOR_SYNC: c_uint = 1;
-/// `CU_GRAPH_USER_OBJECT_MOVE`: the caller's reference becomes the graph's.
-pub(super) const GRAPH_USER_OBJECT_MOVE: c_uint = 1;
 
 /// `CU_MEMHOSTALLOC_…`
 pub(super) const HOST_ALLOC_PORTABLE: c_uint = 1;
@@ -225,8 +217,6 @@ same_layout! {
     DriverPtr = sys::CUstream,
     DriverPtr = sys::CUgraph,
     DriverPtr = sys::CUgraphExec,
-    DriverPtr = sys::CUuserObject,
-    Option<HostFunction> = sys::CUhostFn,
     u64 = sys::CUdeviceptr,
     u64 = sys::CUmemGenericAllocationHandle,
     u64 = usize,
@@ -268,8 +258,6 @@ same_value! {
     CAPTURE_THREAD_LOCAL => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
     CAPTURE_RELAXED => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
     CAPTURE_STATUS_ACTIVE => sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE,
-    USER_OBJECT_NO_DESTRUCTOR_SYNC => sys::CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC,
-    GRAPH_USER_OBJECT_MOVE => sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE,
     CAPTURE_STATUS_NONE => sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE,
     POOL_RELEASE_THRESHOLD => sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
     POOL_RESERVED => sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,

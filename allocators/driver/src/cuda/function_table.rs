@@ -8,7 +8,7 @@
 
 use super::{
     OpenError,
-    abi::{AccessDescription, AllocationProperties, DriverPtr, HostFunction, PoolProperties},
+    abi::{AccessDescription, AllocationProperties, DriverPtr, PoolProperties},
 };
 use cudarc::driver::sys;
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_ushort, c_void};
@@ -91,11 +91,6 @@ function_table! {
     graph_launch = "cuGraphLaunch"(exec: DriverPtr, stream: DriverPtr);
     graph_destroy = "cuGraphDestroy"(graph: DriverPtr);
     graph_exec_destroy = "cuGraphExecDestroy"(exec: DriverPtr);
-    user_object_create = "cuUserObjectCreate"(
-        object: *mut DriverPtr, data: *mut c_void, destroy: HostFunction, references: c_uint, flags: c_uint,
-    );
-    user_object_release = "cuUserObjectRelease"(object: DriverPtr, references: c_uint);
-    graph_retain = "cuGraphRetainUserObject"(graph: DriverPtr, object: DriverPtr, references: c_uint, flags: c_uint);
 
     mem_alloc = "cuMemAlloc_v2"(address: *mut u64, bytes: usize);
     mem_free = "cuMemFree_v2"(address: u64);

@@ -1,12 +1,7 @@
 //! Methods for tests: run work, inject failures, lose devices, inspect the machine.
 
 use super::{
-    Sim,
-    address_space::DeviceUse,
-    codes, device_code,
-    graph::call_release_functions,
-    outstanding::Outstanding,
-    queue::{QueueItem, Work},
+    Sim, address_space::DeviceUse, codes, device_code, outstanding::Outstanding,
     violation::Violation,
 };
 use crate::{Call, DeviceId, DeviceRange, RawGraph, RawStream};
@@ -174,14 +169,7 @@ impl Sim {
         state.queued -= dropped.len();
         // Work that ran has ended and the rest never runs. Nothing there can race any more.
         state.order_host_after_device(device);
-        let release_refs =
-            dropped.iter_mut().flat_map(|item: &mut QueueItem| match &mut item.work {
-                Work::LaunchEnd(release_refs) => std::mem::take(release_refs),
-                _ => Vec::new(),
-            });
-        let released = state.drop_release_refs(release_refs.collect());
         drop(state);
-        call_release_functions(released);
         // Drops closures of the program, so without the lock.
         drop::<Vec<_>>(dropped);
     }

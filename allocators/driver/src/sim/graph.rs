@@ -8,19 +8,14 @@
 
 use super::{
     address_space::DeviceUse,
-    clock::Clock,
     codes::{self, ErrorCode},
-    device_code,
     handle_table::HandleTable,
     machine_state::MachineState,
-    queue::{StreamKind, StreamPoint, Task, Work},
+    queue::{StreamKind, StreamPoint, Task},
     schedule::LaunchContext,
 };
-use crate::{DeviceId, OnRelease, RawGraph, RawGraphExec, site::Site};
-use std::{
-    fmt,
-    sync::{Arc, Mutex, PoisonError},
-};
+use crate::{DeviceId, RawGraph, RawGraphExec, site::Site};
+use std::sync::Arc;
 
 /// All graphs and executables.
 #[derive(Default, Debug)]
@@ -51,7 +46,6 @@ pub(crate) struct Graph {
     branches: Vec<DeviceId>,
     /// The keepers of memory for it.
     keepers: Arc<[u64]>,
-    pub(crate) release_refs: Vec<ReleaseRef>,
 }
 
 impl Graph {
@@ -61,13 +55,7 @@ impl Graph {
         branches: Vec<DeviceId>,
         keepers: Vec<u64>,
     ) -> Self {
-        Self {
-            device,
-            nodes: nodes.into(),
-            branches,
-            keepers: keepers.into(),
-            release_refs: Vec::new(),
-        }
+        Self { device, nodes: nodes.into(), branches, keepers: keepers.into() }
     }
 }
 
@@ -81,38 +69,6 @@ pub(crate) struct GraphExec {
     branches: Vec<usize>,
     /// The end of its last launch.
     last: Option<StreamPoint>,
-    pub(crate) release_refs: Vec<ReleaseRef>,
-}
-
-/// A reference to a function that is called when a graph, its executables and their launches are
-/// gone.
-#[derive(Clone)]
-pub(crate) struct ReleaseRef {
-    function: Arc<Mutex<SimReleaseFunction>>,
-}
-
-struct SimReleaseFunction {
-    call: OnRelease,
-    /// The clock that precedes the call: that of all launches.
-    clock: Clock,
-}
-
-impl ReleaseRef {
-    pub(crate) fn new(call: OnRelease) -> Self {
-        Self {
-            function: Arc::new(Mutex::new(SimReleaseFunction { call, clock: Clock::default() })),
-        }
-    }
-
-    fn join_clock(&self, clock: &Clock) {
-        self.function.lock().unwrap_or_else(PoisonError::into_inner).clock.join(clock);
-    }
-}
-
-impl fmt::Debug for ReleaseRef {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ReleaseRef").finish_non_exhaustive()
-    }
 }
 
 impl MachineState {
@@ -134,9 +90,8 @@ impl MachineState {
 
     /// Creates an executable of a graph. Fills of memory that is not mapped now are refused.
     pub(crate) fn instantiate(&mut self, graph: RawGraph) -> Result<u64, ErrorCode> {
-        let Graph { device, nodes, branches, keepers, release_refs } = self.graph(graph)?;
-        let (device, nodes, keepers, release_refs) =
-            (*device, Arc::clone(nodes), Arc::clone(keepers), release_refs.clone());
+        let Graph { device, nodes, branches, keepers } = self.graph(graph)?;
+        let (device, nodes, keepers) = (*device, Arc::clone(nodes), Arc::clone(keepers));
         let branches = branches.clone();
         let mut checked =
             nodes.iter().flat_map(|node| node.task.work.uses_checked_at_instantiation());
@@ -147,24 +102,16 @@ impl MachineState {
         let kind = StreamKind::Branch { exec: self.graphs.execs_created };
         let others = branches.into_iter().skip(1);
         let branches = others.map(|device| self.create_stream(device, kind)).collect();
-        Ok(self.graphs.execs.insert(GraphExec {
-            device,
-            nodes,
-            keepers,
-            branches,
-            last: None,
-            release_refs,
-        }))
+        Ok(self.graphs.execs.insert(GraphExec { device, nodes, keepers, branches, last: None }))
     }
 
-    /// Destroys an executable. Returns its references. Its launches continue.
-    pub(crate) fn destroy_exec(&mut self, exec: RawGraphExec) -> Vec<ReleaseRef> {
-        let Some(exec) = self.graphs.execs.remove(exec.handle()) else { return Vec::new() };
+    /// Destroys an executable. Its launches continue.
+    pub(crate) fn destroy_exec(&mut self, exec: RawGraphExec) {
+        let Some(exec) = self.graphs.execs.remove(exec.handle()) else { return };
         for branch in exec.branches {
             self.streams[branch].alive = false;
             self.recycle_stream(branch);
         }
-        exec.release_refs
     }
 
     /// Queues a launch on a stream without running anything.
@@ -174,9 +121,8 @@ impl MachineState {
         stream: usize,
         site: Site,
     ) -> Result<(), ErrorCode> {
-        let GraphExec { nodes, keepers, branches, last, release_refs, .. } = self.exec(exec)?;
-        let (nodes, keepers, release_refs) =
-            (Arc::clone(nodes), Arc::clone(keepers), release_refs.clone());
+        let GraphExec { nodes, keepers, branches, last, .. } = self.exec(exec)?;
+        let (nodes, keepers) = (Arc::clone(nodes), Arc::clone(keepers));
         let (branches, last) = (branches.clone(), last.clone());
         let name = "graph launch";
         self.wait_for_implied_streams(stream, name, site);
@@ -217,36 +163,8 @@ impl MachineState {
             let end = self.point(branch);
             self.wait_for_point(stream, &end, name, site);
         }
-        if !release_refs.is_empty() {
-            let clock = self.point(stream).clock;
-            release_refs.iter().for_each(|release_ref| release_ref.join_clock(&clock));
-            self.append(stream, Task::new(name, site, Work::LaunchEnd(release_refs)), None);
-        }
         let end = self.point(stream);
         self.exec(exec)?.last = Some(end);
         Ok(())
-    }
-
-    /// Drops references. Returns the functions to call now, without the simulator's lock. The host
-    /// then knows that all launches are done.
-    pub(crate) fn drop_release_refs(&mut self, release_refs: Vec<ReleaseRef>) -> Vec<OnRelease> {
-        let mut calls = Vec::new();
-        for function in
-            release_refs.into_iter().filter_map(|release_ref| Arc::into_inner(release_ref.function))
-        {
-            let SimReleaseFunction { call, clock } =
-                function.into_inner().unwrap_or_else(PoisonError::into_inner);
-            self.order_host_after(&clock);
-            calls.push(call);
-        }
-        calls
-    }
-}
-
-/// Calls release functions. The simulator's lock must not be held.
-pub(crate) fn call_release_functions(calls: Vec<OnRelease>) {
-    for call in calls {
-        let _inside = device_code::enter();
-        call();
     }
 }

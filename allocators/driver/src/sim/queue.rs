@@ -6,7 +6,6 @@ use super::{
     capture::CapturedPoint,
     clock::Clock,
     family::copies::CopyWork,
-    graph::ReleaseRef,
     kernel::KernelBody,
 };
 use crate::{DeviceId, RawStream, site::Site};
@@ -142,15 +141,13 @@ pub(crate) enum Work {
     Copy(Arc<CopyWork>),
     /// Waits until another stream (an index) has run `count` items.
     Wait { stream: usize, count: u64 },
-    /// The end of a graph's launch, which drops its references to the release functions.
-    LaunchEnd(Vec<ReleaseRef>),
 }
 
 impl Work {
     /// Returns whether it calls code of the program, which must not happen under the simulator's
     /// lock.
     pub(crate) fn runs_program_code(&self) -> bool {
-        matches!(self, Self::Kernel { body: Some(_), .. } | Self::LaunchEnd(_))
+        matches!(self, Self::Kernel { body: Some(_), .. })
     }
 
     /// Returns the device memory that the driver checks when a graph with this work is
@@ -168,7 +165,7 @@ impl Work {
             Self::Access(u) => std::slice::from_ref(u),
             Self::Kernel { uses, .. } => uses,
             Self::Copy(work) => &work.uses,
-            Self::Inaccessible | Self::Wait { .. } | Self::LaunchEnd(_) => &[],
+            Self::Inaccessible | Self::Wait { .. } => &[],
         }
     }
 }

@@ -284,7 +284,7 @@ impl Machine {
 
     /// Runs the front item of a stream. No item may be running, and this one must be able to run.
     fn run_front<'a>(&'a self, mut state: StateGuard<'a>, stream: usize) -> StateGuard<'a> {
-        let Some(mut item) = state.streams[stream].queue.pop_front() else { return state };
+        let Some(item) = state.streams[stream].queue.pop_front() else { return state };
         state.queued -= 1;
         if !item.work.runs_program_code() {
             state.execute(&item, false);
@@ -297,20 +297,13 @@ impl Machine {
             self.notify_waiters(&state);
             return state;
         }
-        let released = match &mut item.work {
-            Work::LaunchEnd(release_refs) => state.drop_release_refs(std::mem::take(release_refs)),
-            _ => Vec::new(),
-        };
         let running = self.begin_device_code(state, stream);
-        match item.work {
-            Work::Kernel { uses, body: Some(body) } => {
-                // SAFETY: 1. Every range has just been checked to be mapped and accessible, and
-                // stays so while `running` lives. Work with a body is queued only in bytes mode. 2.
-                // One item runs at a time, and this is that item.
-                let mut memory = unsafe { KernelMemory::new(&uses) };
-                (body.lock().unwrap_or_else(PoisonError::into_inner))(&mut memory);
-            }
-            _ => released.into_iter().for_each(|call| call()),
+        if let Work::Kernel { uses, body: Some(body) } = item.work {
+            // SAFETY: 1. Every range has just been checked to be mapped and accessible, and stays
+            // so while `running` lives. Work with a body is queued only in bytes mode. 2. One item
+            // runs at a time, and this is that item.
+            let mut memory = unsafe { KernelMemory::new(&uses) };
+            (body.lock().unwrap_or_else(PoisonError::into_inner))(&mut memory);
         }
         drop(running);
         self.lock()

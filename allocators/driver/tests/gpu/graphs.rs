@@ -1,4 +1,4 @@
-//! Tests of captures, graphs and their release.
+//! Tests of captures and graphs.
 //!
 //! Captures are in thread-local or relaxed mode, unless a test needs global mode and has the device
 //! to itself: in global mode the calls of every other test of this process would break them.
@@ -8,13 +8,8 @@ use aquifer_driver::{
     CaptureMode, CaptureStatus, Driver, ExportTypes, Pattern, RawGraph, RawGraphExec, RawStream,
     Relaxed, Result,
 };
-use std::{
-    sync::{Arc, mpsc},
-    time::Duration,
-};
+use std::sync::Arc;
 
-/// Longer than the driver takes to call back.
-const PATIENCE: Duration = Duration::from_secs(20);
 const BYTES: u64 = 1 << 20;
 
 fn begin(driver: &Arc<dyn Driver>, stream: RawStream) {
@@ -49,73 +44,6 @@ fn order(driver: &Arc<dyn Driver>, first: RawStream, then: RawStream) {
     driver.stream_wait_event(then, event).unwrap();
     // SAFETY: 1. known only here. A queued wait for it continues.
     unsafe { driver.event_destroy(event) }.unwrap();
-}
-
-/// Blocks that are freed when the device is idle.
-struct Blocks<'a> {
-    driver: &'a Arc<dyn Driver>,
-    at: [u64; 3],
-}
-
-impl<'a> Blocks<'a> {
-    fn new(driver: &'a Arc<dyn Driver>) -> Self {
-        Self { driver, at: [0; 3].map(|_| driver.mem_alloc(DEVICE, BYTES).unwrap()) }
-    }
-}
-
-impl Drop for Blocks<'_> {
-    fn drop(&mut self) {
-        let _relaxed = Relaxed::enter(&**self.driver);
-        let _ = self.driver.device_synchronize(DEVICE);
-        for address in self.at {
-            // SAFETY: 1. it came from the driver. 2. the device is idle.
-            let _ = unsafe { self.driver.mem_free(DEVICE, address) };
-        }
-    }
-}
-
-#[test]
-fn a_release_is_called_once_after_graph_executables_and_launches() {
-    let Some(driver) = driver() else { return };
-    let s = OwnStream::new(&driver);
-    let blocks = Blocks::new(&driver);
-    begin(&driver, s.raw);
-    for byte in 0..200 {
-        fill(&driver, s.raw, blocks.at[0], byte);
-    }
-    let graph = driver.capture_end(s.raw).unwrap();
-    let (sender, receiver) = mpsc::channel();
-    let here = std::thread::current().id();
-    let call = move || {
-        let _ = sender.send(std::thread::current().id() == here);
-    };
-    driver.graph_on_release(graph, Box::new(call)).unwrap();
-    let exec = driver.graph_instantiate(graph).unwrap();
-    destroy(&driver, graph);
-    for _ in 0..50 {
-        launch(&driver, exec, s.raw).unwrap();
-    }
-    assert!(receiver.try_recv().is_err(), "the executable is there still");
-    destroy_exec(&driver, exec);
-    s.synchronize();
-    println!("called on the thread of the call: {}", receiver.recv_timeout(PATIENCE).unwrap());
-    assert!(receiver.recv_timeout(Duration::from_millis(100)).is_err(), "once");
-}
-
-#[test]
-fn a_graph_that_is_never_launched_is_released_too() {
-    let Some(driver) = driver() else { return };
-    let s = OwnStream::new(&driver);
-    begin(&driver, s.raw);
-    let graph = driver.capture_end(s.raw).unwrap();
-    let (sender, receiver) = mpsc::channel();
-    let call = move || {
-        let _ = sender.send(());
-    };
-    driver.graph_on_release(graph, Box::new(call)).unwrap();
-    assert!(receiver.try_recv().is_err());
-    destroy(&driver, graph);
-    receiver.recv_timeout(PATIENCE).unwrap();
 }
 
 #[test]

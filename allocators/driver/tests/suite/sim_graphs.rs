@@ -11,10 +11,6 @@ use aquifer_driver::{
     Relaxed,
     sim::{Sim, SimKernel},
 };
-use std::sync::{
-    Arc,
-    atomic::{AtomicU32, Ordering},
-};
 
 fn bytes() -> Machine {
     Machine::new(Sim::h200(1).capacity(64 << 20))
@@ -307,69 +303,6 @@ fn a_graph_and_its_executables_end_apart_and_launches_end_by_themselves() {
 }
 
 #[test]
-fn a_release_is_reported_once_graph_executables_and_launches_are_done() {
-    everywhere(|m| {
-        let (a, x) = (m.stream(), m.alloc(4));
-        let graph = captured(m, a, || m.write(a, x));
-        let told = Arc::new(AtomicU32::new(0));
-        let (count, driver) = (Arc::clone(&told), Arc::clone(&m.driver));
-        let call = move || {
-            assert_eq!(
-                driver.mem_alloc(GPU, 4).unwrap_err().code,
-                800,
-                "it may not call the driver"
-            );
-            count.fetch_add(1, Ordering::Relaxed);
-        };
-        m.driver.graph_on_release(graph, Box::new(call)).unwrap();
-        let execs = [
-            m.driver.graph_instantiate(graph).unwrap(),
-            m.driver.graph_instantiate(graph).unwrap(),
-        ];
-        // SAFETY: 1. Not used again.
-        unsafe { m.driver.graph_destroy(graph) }.unwrap();
-        execs.iter().for_each(|&exec| m.launch(exec, a));
-        execs.iter().for_each(|&exec| end(m, exec));
-        if !matches!(m.sim.config().schedule, aquifer_driver::sim::Schedule::Stepped) {
-            m.sim.run_all();
-        } else {
-            assert_eq!(told.load(Ordering::Relaxed), 0, "two launches are to come");
-            while m.sim.pending(a) > 1 {
-                m.sim.step(a);
-            }
-            assert_eq!(told.load(Ordering::Relaxed), 0, "one is");
-            m.sim.run_all();
-        }
-        assert_eq!(told.load(Ordering::Relaxed), 1);
-        // The host knows it without waiting for a stream.
-        let y = m.stream();
-        m.write(y, x);
-        m.silent();
-    });
-}
-
-#[test]
-fn a_release_that_was_left_too_late_or_refused_is_no_business_of_executables() {
-    let m = bytes();
-    let a = m.stream();
-    let graph = captured(&m, a, || ());
-    let early = m.driver.graph_instantiate(graph).unwrap();
-    let told = Arc::new(AtomicU32::new(0));
-    let count = Arc::clone(&told);
-    let call = move || {
-        count.fetch_add(1, Ordering::Relaxed);
-    };
-    m.sim.fail(Call::GraphRetain, 1, 2);
-    assert_eq!(code(m.driver.graph_on_release(graph, Box::new(call.clone()))), 2);
-    m.driver.graph_on_release(graph, Box::new(call)).unwrap();
-    // SAFETY: 1. Not used again.
-    unsafe { m.driver.graph_destroy(graph) }.unwrap();
-    assert_eq!(told.load(Ordering::Relaxed), 1, "the executable was made before");
-    end(&m, early);
-    assert_eq!(told.load(Ordering::Relaxed), 1);
-}
-
-#[test]
 fn a_captured_copy_reads_the_host_when_it_is_launched_pinned_or_not() {
     let m = bytes();
     let (a, x) = (m.stream(), m.alloc(4));
@@ -430,30 +363,18 @@ fn a_call_that_fails_changes_nothing() {
 }
 
 #[test]
-fn a_lost_device_drops_launches_and_tells_the_release_of_what_had_ended() {
+fn a_lost_device_drops_launches() {
     let m = Machine::new(Sim::h200(1).capacity(64 << 20).stepped());
     let (a, x) = (m.stream(), m.alloc(4));
-    let told = Arc::new(AtomicU32::new(0));
-    let count = Arc::clone(&told);
     let graph = captured(&m, a, || {
         m.sim.launch(a, SimKernel::new("never").writes(x, None).run(|_| panic!("runs"))).unwrap();
     });
-    m.driver
-        .graph_on_release(
-            graph,
-            Box::new(move || {
-                count.fetch_add(1, Ordering::Relaxed);
-            }),
-        )
-        .unwrap();
     let exec = m.driver.graph_instantiate(graph).unwrap();
     // SAFETY: 1. Not used again.
     unsafe { m.driver.graph_destroy(graph) }.unwrap();
     m.launch(exec, a);
     end(&m, exec);
-    assert_eq!(told.load(Ordering::Relaxed), 0);
     m.sim.lose_device(GPU);
-    assert_eq!(told.load(Ordering::Relaxed), 1);
     assert_eq!(code(m.driver.capture_begin(a, CaptureMode::Global)), 700);
     assert_eq!(code(try_launch(&m, exec, a)), 700);
     m.sim.run_all();

@@ -2,16 +2,12 @@
 #![expect(unsafe_code, reason = "creates handles, and implements calls that destroy them")]
 
 use crate::{
-    Call, CaptureMode, CaptureStatus, Graphs, OnRelease, RawGraph, RawGraphExec, RawStream, Result,
-    sim::{
-        graph::{ReleaseRef, call_release_functions},
-        machine::{Machine, caller_site, error_of},
-    },
+    Call, CaptureMode, CaptureStatus, Graphs, RawGraph, RawGraphExec, RawStream, Result,
+    sim::machine::{Machine, caller_site, error_of},
 };
 
 // SAFETY: 1. Graphs are stored under numbers that are not reused. 2. Captured tasks stay in their
-// graph until a launch queues them. 3. Captures are numbered. 4. A release function is called when
-// the last of its graph, executables and launches is gone.
+// graph until a launch queues them. 3. Captures are numbered.
 unsafe impl Graphs for Machine {
     fn capture_begin(&self, stream: RawStream, mode: CaptureMode) -> Result<()> {
         let call = Call::CaptureBegin;
@@ -62,15 +58,7 @@ unsafe impl Graphs for Machine {
         let call = Call::GraphDestroy;
         let mut state = self.enter(call, Some(graph.device()))?;
         state.graph(graph).map_err(error_of(call))?;
-        let release_refs = state
-            .graphs
-            .graphs
-            .remove(graph.handle())
-            .map(|graph| graph.release_refs)
-            .unwrap_or_default();
-        let calls = state.drop_release_refs(release_refs);
-        drop(state);
-        call_release_functions(calls);
+        state.graphs.graphs.remove(graph.handle());
         Ok(())
     }
 
@@ -79,20 +67,7 @@ unsafe impl Graphs for Machine {
         let mut state = self.enter(call, Some(exec.device()))?;
         state.captures.reject_unsafe_call().map_err(error_of(call))?;
         state.exec(exec).map_err(error_of(call))?;
-        let release_refs = state.destroy_exec(exec);
-        let calls = state.drop_release_refs(release_refs);
-        drop(state);
-        call_release_functions(calls);
-        Ok(())
-    }
-
-    fn graph_on_release(&self, graph: RawGraph, call: OnRelease) -> Result<()> {
-        let mut state = self.enter(Call::GraphRetain, Some(graph.device()))?;
-        state
-            .graph(graph)
-            .map_err(error_of(Call::GraphRetain))?
-            .release_refs
-            .push(ReleaseRef::new(call));
+        state.destroy_exec(exec);
         Ok(())
     }
 }
