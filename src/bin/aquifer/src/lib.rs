@@ -38,7 +38,7 @@ mod report;
 mod top;
 
 use aquifer_benches::console::{foreign::printable, layout::wrap};
-use aquifer_formats::trace::made::{WORKLOADS, asks_for_list};
+use aquifer_formats::history::made::{WORKLOADS, asks_for_list};
 use cli::{Command, Refused};
 use error::CommandError;
 use serde_json::json;
