@@ -841,7 +841,7 @@ fn doctor_answers_with_or_without_a_gpu() {
     let output = aquifer(["doctor", "--json"]);
     assert_eq!(output.status.code(), Some(0));
     let value = json(&output);
-    for field in ["driver", "facts", "shared", "gets", "not_more", "warnings"] {
+    for field in ["driver", "facts", "gets", "not_more", "warnings"] {
         assert!(!value[field].is_null(), "{field}: {value}");
     }
     for about in ["driver", "nodes", "probe"] {
