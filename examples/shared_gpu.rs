@@ -5,7 +5,7 @@
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Bytes, MemoryError, Request, Runtime, sim::Sim};
-// The reader of ledgers, as `aquifer doctor` has it.
+// The reader of ledgers, as `aquifer top` has it.
 use aquifer_status::ledger::{Ledger, LedgerFigures};
 use std::{
     env,

@@ -10,7 +10,7 @@ export async function checkActions(checks, browser, path, run) {
   await checkZoom(acts);
   await checkKeys(acts);
   await checkBlocks(acts);
-  await checkNeighbours(acts);
+  await checkLargest(acts);
   await checkLegend(acts);
   await checkPeakIsDrawn(acts);
   await checkMarkers(acts);
@@ -164,37 +164,20 @@ async function checkBlocks({ checks, page, run }) {
   }
 }
 
-async function checkNeighbours({ checks, page, run }) {
-  const { birth, freed, end, offset, bytes } = run.blocks;
+async function checkLargest({ checks, page, run }) {
+  const { birth, freed, bytes } = run.blocks;
   await page.focus("#map");
   await page.keyboard.press("Escape");
   await settle(page);
   checks.equal(await dataOf(page, "#block").then((data) => data.block), undefined, "Escape lets the block go");
-  await page.keyboard.press("ArrowUp");
+  await page.keyboard.press("m");
   await settle(page);
   const first = Number((await dataOf(page, "#block")).block);
   let most = 0;
   for (let i = 0; i < birth.length; i++) {
     if (birth[i] <= run.peak.t && freed[i] > run.peak.t) most = Math.max(most, bytes[i]);
   }
-  checks.equal(bytes[first], most, "an arrow selects the largest block at first");
-  for (const key of ["ArrowDown", "ArrowLeft", "ArrowUp", "ArrowRight"]) {
-    const from = Number((await dataOf(page, "#block")).block);
-    await page.keyboard.press(key);
-    await settle(page);
-    const to = Number((await dataOf(page, "#block")).block);
-    if (to === from) {
-      // Only where nothing lies in that direction.
-      checks.holds(!birth.some((_, i) => i !== from && lies(i, from, key)), `${key} finds nothing beside block ${from}`);
-    } else checks.holds(lies(to, from, key), `${key} leads from block ${from} to ${to}`);
-  }
-  function lies(i, from, key) {
-    const middle = offset[from] + bytes[from] / 2;
-    if (key === "ArrowLeft") return end[i] <= birth[from] && offset[i] <= middle && offset[i] + bytes[i] > middle;
-    if (key === "ArrowRight") return birth[i] >= end[from] && offset[i] <= middle && offset[i] + bytes[i] > middle;
-    const together = birth[i] < Math.min(end[from], run.end) && end[i] > birth[from];
-    return together && (key === "ArrowUp" ? offset[i] >= offset[from] + bytes[from] : offset[i] + bytes[i] <= offset[from]);
-  }
+  checks.equal(bytes[first], most, "m selects the largest block");
   await page.keyboard.press("0");
   await page.keyboard.press("Escape");
   await settle(page);
@@ -308,7 +291,7 @@ async function checkNames({ checks, page }) {
   const levels = await page.$$eval("main h2, main h3, h1", (all) => all.filter((each) => each.offsetParent).map((each) => Number(each.tagName[1])));
   checks.holds(levels[0] === 1 && levels.every((level, i) => i === 0 || level - levels[i - 1] <= 1), `the order of headings: ${levels}`);
   await page.focus("#map");
-  await page.keyboard.press("ArrowUp");
+  await page.keyboard.press("m");
   const outline = await page.$eval("#map", (element) => getComputedStyle(element).outlineStyle);
   checks.holds(outline !== "none", `the focus is visible: ${outline}`);
   await page.keyboard.press("Escape");

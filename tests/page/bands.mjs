@@ -83,61 +83,6 @@ async function zoom(page, box, right, down) {
   await settle(page);
 }
 
-// What the panel shows: the area of a block or of a cell, and a name for it.
-async function selectedArea(page, { blocks, ...run }) {
-  const { block, cell } = await dataOf(page, "#block");
-  if (cell !== undefined) return { ...areaOf(run, Number(cell)), name: `cell ${cell}` };
-  if (block === undefined) return null;
-  const i = Number(block);
-  const a0 = blocks.offset[i];
-  return { t0: blocks.birth[i], t1: blocks.end[i], a0, a1: a0 + blocks.bytes[i], name: `block ${i}` };
-}
-
-// From the cell under the pointer, arrow keys lead to cells and blocks: always to the nearest in that direction, of all
-// that are there.
-async function checkKeys(checks, page, run, what) {
-  const { counts, columns } = run.bands.grid;
-  const areas = Array.from(counts.keys()).filter((cell) => counts[cell] > 0).map((cell) => ({ ...areaOf(run, cell), name: `cell ${cell}` }));
-  for (let i = 0; i < run.blocks.birth.length; i++) {
-    const a0 = run.blocks.offset[i];
-    areas.push({ t0: run.blocks.birth[i], t1: run.blocks.end[i], a0, a1: a0 + run.blocks.bytes[i], name: `block ${i}` });
-  }
-  const far = {
-    ArrowLeft: (from, to) => from.t0 - to.t1,
-    ArrowRight: (from, to) => to.t0 - from.t1,
-    ArrowUp: (from, to) => to.a0 - from.a1,
-    ArrowDown: (from, to) => from.a0 - to.a1,
-  };
-  const seen = { cell: 0, block: 0 };
-  const keys = ["ArrowUp", "ArrowRight", "ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp", "ArrowLeft", "ArrowDown", "ArrowDown", "ArrowRight"];
-  for (const key of keys) {
-    const from = await selectedArea(page, run);
-    const { x0, x1 } = await dataOf(page, "#curves");
-    await page.keyboard.press(key);
-    await settle(page);
-    const to = await selectedArea(page, run);
-    const t = (Math.max(from.t0, x0) + Math.min(from.t1, x1, run.end)) / 2;
-    const middle = (from.a0 + from.a1) / 2;
-    // A cell is as wide as a column; blocks are there at the moment itself.
-    const column = Math.min(Math.floor((t * columns) / run.end), columns - 1);
-    const moment = { block: [t, t], cell: [(column * run.end) / columns, ((column + 1) * run.end) / columns] };
-    const isBeside = (area) => {
-      if (area.name === from.name) return false;
-      if (key === "ArrowLeft" || key === "ArrowRight") return area.a0 <= middle && middle < area.a1;
-      const [kind] = area.name.split(" ");
-      const [low, high] = moment[kind];
-      return kind === "cell" ? Math.abs(area.t0 - low) < 1e-6 && Math.abs(area.t1 - high) < 1e-6 : area.t0 <= low && high < area.t1;
-    };
-    const near = Math.min(...areas.filter(isBeside).map((area) => far[key](from, area)).filter((gap) => gap >= 0));
-    if (to.name === from.name) checks.equal(near, Infinity, `${what}: ${key} stays at ${from.name}`);
-    else checks.holds(isBeside(to) && Math.abs(far[key](from, to) - near) < 1e-6, `${what}: ${key} leads from ${from.name} to ${to.name}`);
-    if (to.name !== from.name) seen[to.name.split(" ")[0]] += 1;
-  }
-  checks.holds(seen.cell > 0, `${what}: keys led to ${seen.cell} cells and ${seen.block} blocks`);
-  await page.keyboard.press("Escape");
-  await settle(page);
-}
-
 // `all` is the run with every block.
 async function checkCells(checks, browser, path, run, all, what) {
   const opened = await open(browser, path);
@@ -167,9 +112,6 @@ async function checkCells(checks, browser, path, run, all, what) {
     checks.equal(Number(shown.cell), cell, `${what}: the cell under the pointer`);
     checks.equal(Number(shown.count), countIn(all, area) - countIn(run, area), `${what}: the blocks of cell ${cell}`);
     checks.holds(await drawnAt(page, ...place) > 0.1, `${what}: cell ${cell} is drawn`);
-    await page.mouse.click(...place);
-    await page.focus("#map");
-    await checkKeys(checks, page, run, `${what}, from cell ${cell}`);
     await page.keyboard.press("0");
     await settle(page);
   }

@@ -49,9 +49,9 @@ export async function launch() {
 }
 
 // Opens a page and waits until it has drawn, or said why it cannot.
-export async function open(browser, path, { width = 1280, height = 900, scheme = "light", touch = false } = {}) {
+export async function open(browser, path, { width = 1280, height = 900, scheme = "light" } = {}) {
   const context = await browser.newContext({
-    viewport: { width, height }, colorScheme: scheme, hasTouch: touch, acceptDownloads: false,
+    viewport: { width, height }, colorScheme: scheme, acceptDownloads: false,
   });
   const page = await context.newPage();
   const errors = [];

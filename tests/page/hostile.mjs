@@ -99,7 +99,7 @@ export async function checkMarkup(checks, browser) {
     await settle(page);
   }
   await page.focus("#map");
-  await page.keyboard.press("ArrowUp");
+  await page.keyboard.press("m");
   await settle(page);
   checks.holds((await textOf(page, "#block")).includes("<b>model.py</b>"), "markup in stacks is shown as text");
   for (const id of ["notes", "failures", "markers-table", "title"]) {

@@ -17,7 +17,7 @@ export async function checkLooks(checks, browser, path, name) {
       const theme = await page.evaluate(() => document.documentElement.dataset.theme);
       checks.equal(theme, scheme, `${name} goes by the system's scheme`);
       await page.focus("#map");
-      await page.keyboard.press("ArrowUp");
+      await page.keyboard.press("m");
       await settle(page);
       await page.screenshot({ path: join(OUT, `${name}-${width}-${scheme}.png`), fullPage: true });
       await close(opened, checks, `${name} at ${width} px`);
@@ -40,33 +40,4 @@ export async function checkPrint(checks, browser, path) {
   await settle(page);
   checks.equal(await page.evaluate(() => document.documentElement.dataset.theme), "dark", "the scheme is back after print");
   await close(opened, checks, "print");
-}
-
-// One finger pans, two zoom.
-export async function checkTouch(checks, browser, path) {
-  const opened = await open(browser, path, { width: 360, touch: true });
-  const { page } = opened;
-  await page.$eval("#curves", (element) => element.scrollIntoView({ block: "center" }));
-  const box = await page.locator("#curves .u-over").boundingBox();
-  const session = await page.context().newCDPSession(page);
-  const y = box.y + box.height / 2;
-  const touch = (type, ...xs) => session.send("Input.dispatchTouchEvent", {
-    type, touchPoints: xs.map((x, id) => ({ x: box.x + box.width * x, y, id })),
-  });
-  const view = () => page.$eval("#curves", ({ dataset }) => [Number(dataset.x0), Number(dataset.x1)]);
-  const [x0, x1] = await view();
-  await touch("touchStart", 0.4, 0.6);
-  for (const spread of [0.12, 0.15, 0.2]) await touch("touchMove", 0.5 - spread, 0.5 + spread);
-  await touch("touchEnd");
-  await settle(page);
-  const [p0, p1] = await view();
-  const factor = (p1 - p0) / (x1 - x0);
-  checks.holds(Math.abs(factor - 0.5) < 0.1, `two fingers zoom by ${factor}`);
-  await touch("touchStart", 0.7);
-  for (const at of [0.65, 0.6, 0.5]) await touch("touchMove", at);
-  await touch("touchEnd");
-  await settle(page);
-  const [m0, m1] = await view();
-  checks.holds(m0 > p0 && Math.abs(m1 - m0 - (p1 - p0)) < 1, `one finger pans from ${p0} to ${m0}`);
-  await close(opened, checks, "touch");
 }

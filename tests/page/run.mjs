@@ -12,7 +12,7 @@
 // | two.mjs | two runs in one page |
 // | bands.mjs | merged blocks on the address map |
 // | hostile.mjs | damaged data, markup in texts, the policy of content |
-// | looks.mjs | widths, light and dark, print, fingers; it leaves pictures |
+// | looks.mjs | widths, light and dark, print; it leaves pictures |
 // | speed.mjs | opening, and frames of a gesture, with a million events |
 // | made.mjs, assemble.mjs, browser.mjs | made runs; pages of them; the browser |
 
@@ -25,7 +25,7 @@ import { checkBands, checkReportBands } from "./bands.mjs";
 import { Checks, OUT, close, launch, open } from "./browser.mjs";
 import { checkPage } from "./figures.mjs";
 import { checkDamages, checkMarkup, checkPolicy } from "./hostile.mjs";
-import { checkLooks, checkPrint, checkTouch } from "./looks.mjs";
+import { checkLooks, checkPrint } from "./looks.mjs";
 import { made, madeHeader, madeRun, traceText } from "./made.mjs";
 import { checkSpeed } from "./speed.mjs";
 import { checkComparison, checkTwoRuns } from "./two.mjs";
@@ -49,7 +49,6 @@ async function checkMade(checks, browser) {
   await checkActions(checks, browser, path, run);
   await checkPolicy(checks, browser, path);
   await checkPrint(checks, browser, path);
-  await checkTouch(checks, browser, path);
   await checkLooks(checks, browser, path, "made");
 }
 

@@ -41,27 +41,22 @@ impl DevicePool {
         for block in self.raw_blocks() {
             snapshot.hold(self.device(), block);
         }
-        let groups = self.leaks().unwrap_or_default();
-        for block in groups.groups().iter().flat_map(|group| &group.blocks) {
-            let at = Some(block.allocated_at);
+        let leaks = self.leaks().unwrap_or_default();
+        for block in leaks.groups().iter().flat_map(|group| &group.blocks) {
             let held = HeldBlock {
                 address: block.address,
                 bytes: block.bytes,
                 stream: block.of_pool,
                 tag: block.tag,
-                at,
+                at: Some(block.allocated_at),
             };
             snapshot.hold(self.device(), held);
         }
-        let (stats, config) = (self.stats(), &self.core().config);
+        let stats = self.stats();
         snapshot.set("budget", self.budget().limit());
         snapshot.set("physical", stats.physical);
         snapshot.set("peak physical", stats.peak_physical);
         snapshot.set("cached", stats.cached);
-        snapshot.set("adoption", format!("{:?}", config.adoption));
-        snapshot.set("handle_bytes", config.handle_bytes);
-        snapshot.set("slack", config.slack);
-        snapshot.set("release_threshold", config.release_threshold);
         snapshot
     }
 }

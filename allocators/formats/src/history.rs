@@ -11,12 +11,16 @@
 //! | `builder` | rows to columns, and the checks |
 //! | `source` | the forms of input |
 //! | `layout` | recorded addresses as spans, and first fit for inputs without addresses |
+//! | `rmm` | the log of RAPIDS' memory manager |
+//! | [`made`] | workloads generated from a seed, without a file |
 //! | `extents` | ranges of an address space |
 
 mod builder;
 mod extents;
 mod layout;
+pub mod made;
 mod model;
+mod rmm;
 mod source;
 
 pub use crate::names::{InternTable, NameTable, StackTable};

@@ -4,10 +4,10 @@
 //! |---|---|
 //! | [`rmm`] | [`RmmLog`]: writes the log of RAPIDS' memory manager |
 //! | [`snapshot`] | [`MemorySnapshot`]: writes PyTorch's memory snapshots |
-//! | `trace` | `Trace`: reads these two, our own format, logs of RAFT and cuVS, and problems of minimalloc for a replay, with the feature `read` |
+//! | `trace` | `Trace`: reads these two and our own format for a replay, with the feature `read` |
 //! | `history` | `MemoryHistory`: reads the same for an analysis, with the feature `read` |
 //! | [`plan`] | [`Plan`](plan::Plan): a place for each block of a recorded program |
-//! | `pickle` | Python pickles, which snapshots are |
+//! | `pickle` | reads Python pickles, which snapshots are |
 //! | `names` | interned text and call stacks |
 //!
 //! [`TraceFile`](aquifer_core::event::TraceFile) writes our own format. Compressed files are read
@@ -18,6 +18,7 @@
 pub mod history;
 #[cfg(feature = "read")]
 mod names;
+#[cfg(feature = "read")]
 mod pickle;
 pub mod plan;
 pub mod rmm;

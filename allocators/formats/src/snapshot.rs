@@ -27,36 +27,40 @@
 //! | [`Fail`](Action::Fail) | `oom`, with a `device_free` of 0, which events do not contain |
 //! | `Grow`, `Reap`, `Move`, `Adopt`, `Finding` | none: they have no addresses |
 //!
-//! `segment_map` is written before the first block in 2 MiB that contained no block before. So
-//! segments are the memory that blocks have used, in multiples of 2 MiB. This is less than the
-//! memory that the pool held, which its statistics report. Memory between blocks is `inactive`. Our
-//! segments are not bound to one stream, so each block has its own `stream` in addition to the
-//! segment's. PyTorch's tools ignore that key.
+//! Segments are the memory that blocks have used, in multiples of 2 MiB, and exist from the first
+//! entry on. This is less than the memory that the pool held, which its statistics report. Memory
+//! between blocks is `inactive`. Our segments are not bound to one stream, so each block has its
+//! own `stream` in addition to the segment's. PyTorch's tools ignore that key.
+//!
+//! # What is missing in the events
+//! A ring keeps only the last events, so earlier ones are missing, and a ring that was emptied
+//! during writes may lack some in between. A viewer replays a snapshot backwards from its end and
+//! stops at the first inconsistency, so missing entries are reconstructed:
+//!
+//! - A free or a completion of an address that no earlier event named is written as it is: the
+//!   block was live, or freed, before the first event.
+//! - Before an allocation over a block that is still live, the end of that block is written.
+//! - Before a completion of a block that was not freed, its free is written.
+//! - Any other event of an unknown block is dropped.
 
-mod history;
+mod pickler;
 
-use crate::pickle::{Pickler, Word};
-use aquifer_core::{
-    DeviceId, Tag,
-    event::{Event, MemoryLocation},
-};
-use history::{History, LiveBlock, TraceEntry};
+use aquifer_core::{Action, DeviceId, Event, Tag, event::MemoryLocation};
+use pickler::Pickler;
 use std::{
-    collections::BTreeMap,
-    fs::File,
-    io::{self, BufWriter, Write},
+    collections::{BTreeMap, HashSet},
+    fs, io,
     ops::Range,
     panic::Location,
     path::Path,
 };
 
-#[cfg(doc)]
-use aquifer_core::Action;
-
 /// The maximum number of devices, since the list contains every ordinal from 0 on.
 const MAX_DEVICES: u32 = 1024;
 /// Block sizes are rounded up to this if there is room.
 const SIZE_UNIT: u64 = 512;
+/// The granularity of segments, which is that of mapped memory.
+const GRANULARITY: u64 = 2 << 20;
 
 /// A memory snapshot that PyTorch's memory viewer and `_memory_viz.py` can read.
 ///
@@ -70,11 +74,8 @@ const SIZE_UNIT: u64 = 512;
 /// let place = MemoryLocation::Device(DeviceId(0));
 /// recorder.record(recorder.ticket(), recorder.event(Action::Allocate, place, 1, 0x7f00_0000_0000, 1000, Tag::NONE));
 ///
-/// let snapshot = MemorySnapshot::of(ring.take());
-/// let mut pickle = Vec::new();
-/// snapshot.write_to(&mut pickle)?;                 // or `save("memory.pickle")`
+/// let pickle = MemorySnapshot::of(ring.take()).to_pickle();      // or `save("memory.pickle")`
 /// assert!(pickle.starts_with(&[0x80, 4]) && pickle.ends_with(b"."));
-/// # Ok::<(), std::io::Error>(())
 /// ```
 #[derive(Clone, Default, Debug)]
 pub struct MemorySnapshot {
@@ -105,6 +106,12 @@ pub struct HeldBlock {
     pub at: Option<&'static Location<'static>>,
 }
 
+impl HeldBlock {
+    fn range(&self) -> Range<u64> {
+        self.address..self.address.saturating_add(self.bytes)
+    }
+}
+
 impl MemorySnapshot {
     /// Creates a snapshot of these events, in their order, and of the blocks that are live after
     /// the last one. Events of other memory than device memory are ignored.
@@ -126,10 +133,8 @@ impl MemorySnapshot {
     /// mention its address or have a live block that overlaps it.
     #[doc(hidden)]
     pub fn hold(&mut self, device: DeviceId, block: HeldBlock) {
-        let HeldBlock { address, bytes, stream, tag, at } = block;
         if device.0 < MAX_DEVICES {
-            let live = LiveBlock { bytes, stream, tag, freed: false, at };
-            self.devices.entry(device.0).or_default().add_live(address, live);
+            self.devices.entry(device.0).or_default().hold(block, false);
         }
     }
 
@@ -141,288 +146,278 @@ impl MemorySnapshot {
     /// Writes the snapshot to a file, which is created or truncated.
     ///
     /// # Errors
-    /// The operating system's error. The file is then incomplete.
+    /// The operating system's error. The file may then be incomplete.
     pub fn save(&self, path: impl AsRef<Path>) -> io::Result<()> {
-        self.write_to(BufWriter::new(File::create(path)?))
+        fs::write(path, self.to_pickle())
     }
 
-    /// Writes the snapshot as a pickle.
-    ///
-    /// # Errors
-    /// The error of the writer.
-    pub fn write_to(&self, out: impl Write) -> io::Result<()> {
-        let traces: Vec<_> = self
-            .devices
-            .iter()
-            .map(|(&device, history)| (device, DeviceTrace::of(history)))
-            .collect();
-        let lists = self.devices.keys().next_back().map_or(0, |last| last + 1);
-        let mut pickler = Pickler::begin(out)?;
+    /// Returns the snapshot as a pickle.
+    #[must_use]
+    pub fn to_pickle(&self) -> Vec<u8> {
+        let mut pickler = Pickler::new();
         pickler.dict(|p| {
-            p.word(Word::Segments)?;
-            let segments = traces.iter().flat_map(|(device, trace)| {
-                trace.segments.iter().map(move |range| (device, range))
+            p.word("segments");
+            let of_device = |(device, history): (_, &'_ History)| {
+                history.segments().into_iter().map(move |range| (device, range))
+            };
+            p.list(self.devices.iter().flat_map(of_device), |p, (device, range)| {
+                write_segment(p, *device, range, &self.devices[device]);
             });
-            p.list(segments, |p, (device, range)| {
-                write_segment(p, *device, range, &self.devices[device])
-            })?;
-            p.word(Word::DeviceTraces)?;
+            p.word("device_traces");
+            let lists = self.devices.keys().next_back().map_or(0, |last| last + 1);
             p.list(0..lists, |p, device| {
-                let trace =
-                    traces.iter().find(|(other, _)| *other == device).map(|(_, trace)| trace);
-                let categories = trace.is_some_and(DeviceTrace::has_categories);
-                p.list(trace.into_iter().flat_map(|trace| &trace.entries), |p, entry| {
-                    write_entry(p, entry, categories)
-                })
-            })?;
-            p.memo_text("allocator_settings")?;
+                let entries = self.devices.get(&device).map_or(&[][..], |of| &of.entries);
+                // The viewer expects entries without a tag next to entries with one.
+                let tagged = entries.iter().filter(|entry| entry.block.tag != Tag::NONE).count();
+                let categories = tagged > 0 && tagged < entries.len();
+                p.list(entries, |p, entry| write_entry(p, entry, categories));
+            });
+            p.word("allocator_settings");
             p.dict(|p| {
-                p.memo_text("allocator")?;
-                p.text(concat!("aquifer ", env!("CARGO_PKG_VERSION")))?;
-                self.settings.iter().try_for_each(|(name, value)| {
-                    p.text(name)?;
-                    p.text(value)
-                })
-            })?;
-            p.memo_text("external_annotations")?;
-            p.list::<()>([], |_, ()| Ok(()))
-        })?;
+                p.word("allocator");
+                p.text(concat!("aquifer ", env!("CARGO_PKG_VERSION")));
+                for (name, value) in &self.settings {
+                    p.text(name);
+                    p.text(value);
+                }
+            });
+            p.word("external_annotations");
+            p.list::<()>([], |_, ()| {});
+        });
         pickler.end()
     }
 }
 
-/// The entries of one device, with the segments that contain their blocks.
-struct DeviceTrace {
-    entries: Vec<TraceEntry>,
-    segments: Vec<Range<u64>>,
+/// An entry of a snapshot.
+#[derive(Clone, Copy, Debug)]
+struct TraceEntry {
+    action: &'static str,
+    at_ns: u64,
+    block: HeldBlock,
 }
 
-impl DeviceTrace {
-    fn of(history: &History) -> Self {
-        let mut segments = SegmentRanges::default();
-        for range in history.preexisting() {
-            segments.add(range);
-        }
-        let mut entries = Vec::with_capacity(history.entries().len());
-        for entry in history.entries() {
-            if entry.action == Word::Alloc {
-                for gap in segments.add(&(entry.address..entry.address.saturating_add(entry.bytes)))
+/// A block that exists at the end.
+#[derive(Clone, Copy, Debug)]
+struct LiveBlock {
+    block: HeldBlock,
+    /// Whether it is freed and only pending on a use.
+    freed: bool,
+}
+
+/// The history of the blocks of one device. Existing blocks never overlap.
+#[derive(Clone, Default, Debug)]
+struct History {
+    entries: Vec<TraceEntry>,
+    live: BTreeMap<u64, LiveBlock>,
+    /// Every address that an entry names.
+    known_addresses: HashSet<u64>,
+    /// The ranges of all blocks that ever existed.
+    used: Vec<Range<u64>>,
+}
+
+impl History {
+    /// Processes the next event.
+    fn apply(&mut self, event: &Event) {
+        let Event { at_ns, action, stream, address, bytes, tag, .. } = *event;
+        let block = HeldBlock { address, bytes, stream, tag, at: None };
+        match action {
+            Action::Fail => self.entries.push(TraceEntry { action: "oom", at_ns, block }),
+            Action::Allocate if bytes > 0 => {
+                for live in self.overlapping(&block.range()) {
+                    self.end(live, at_ns);
+                }
+                self.insert(LiveBlock { block, freed: false });
+                self.push("alloc", at_ns, block);
+            }
+            Action::Free => {
+                self.hold(block, false);
+                if let Some(live) = self.live.get_mut(&address)
+                    && !live.freed
                 {
-                    let (address, bytes) = (gap.start, gap.end - gap.start);
-                    entries.push(TraceEntry {
-                        action: Word::SegmentMap,
-                        address,
-                        bytes,
-                        tag: Tag::NONE,
-                        ..*entry
-                    });
+                    live.freed = true;
+                    let block = live.block;
+                    self.push("free_requested", at_ns, block);
                 }
             }
-            entries.push(*entry);
+            Action::Complete => {
+                self.hold(block, true);
+                if let Some(&live) = self.live.get(&address) {
+                    self.end(live, at_ns);
+                }
+            }
+            // All others are of no use to a viewer, since they have no addresses.
+            _ => {}
         }
-        Self { entries, segments: segments.ranges().collect() }
     }
 
-    /// Returns whether to write tags. The viewer expects entries without a tag next to entries with
-    /// one.
-    fn has_categories(&self) -> bool {
-        let tagged = self.entries.iter().filter(|entry| entry.tag != Tag::NONE).count();
-        tagged > 0 && tagged < self.entries.len()
+    /// Adds a block that may have existed before the first event, unless events contradict it: they
+    /// name its address, or have a block that overlaps it.
+    fn hold(&mut self, block: HeldBlock, freed: bool) {
+        let is_possible = block.bytes > 0
+            && !self.known_addresses.contains(&block.address)
+            && self.overlapping(&block.range()).is_empty();
+        if is_possible {
+            self.insert(LiveBlock { block, freed });
+        }
+    }
+
+    fn insert(&mut self, live: LiveBlock) {
+        debug_assert!(self.overlapping(&live.block.range()).is_empty(), "blocks are disjoint");
+        self.used.push(live.block.range());
+        self.live.insert(live.block.address, live);
+    }
+
+    fn overlapping(&self, range: &Range<u64>) -> Vec<LiveBlock> {
+        let before = self.live.range(..range.end).rev().map(|(_, &live)| live);
+        // Existing blocks are disjoint, so the first one that ends before the range is the last to
+        // visit.
+        before.take_while(|live| live.block.range().end > range.start).collect()
+    }
+
+    /// Records the end of a block, and its free if that was not seen.
+    fn end(&mut self, LiveBlock { block, freed }: LiveBlock, at_ns: u64) {
+        if !freed {
+            self.push("free_requested", at_ns, block);
+        }
+        self.push("free_completed", at_ns, block);
+        let removed = self.live.remove(&block.address);
+        debug_assert!(removed.is_some_and(|live| live.block == block), "the block was live");
+    }
+
+    fn push(&mut self, action: &'static str, at_ns: u64, block: HeldBlock) {
+        self.known_addresses.insert(block.address);
+        self.entries.push(TraceEntry { action, at_ns, block });
+    }
+
+    /// Returns the aligned ranges that contain all blocks. They are disjoint, and the lowest comes
+    /// first.
+    fn segments(&self) -> Vec<Range<u64>> {
+        let mut used = self.used.clone();
+        used.sort_unstable_by_key(|range| range.start);
+        let mut segments = Vec::<Range<u64>>::new();
+        for range in used {
+            let start = range.start / GRANULARITY * GRANULARITY;
+            let end = range.end.div_ceil(GRANULARITY).saturating_mul(GRANULARITY);
+            match segments.last_mut() {
+                Some(last) if start <= last.end => last.end = last.end.max(end),
+                _ => segments.push(start..end),
+            }
+        }
+        debug_assert!(segments.iter().all(|range| range.start < range.end));
+        segments
     }
 }
 
 /// Writes one entry of a trace.
-fn write_entry<W: Write>(
-    p: &mut Pickler<W>,
-    entry: &TraceEntry,
-    categories: bool,
-) -> io::Result<()> {
+fn write_entry(p: &mut Pickler, entry: &TraceEntry, categories: bool) {
+    let TraceEntry { action, at_ns, block } = *entry;
     p.dict(|p| {
-        p.word(Word::Action)?;
-        p.word(entry.action)?;
-        if entry.action == Word::Oom {
-            p.memo_text("device_free")?;
-            p.int(0)?;
-        } else {
-            p.word(Word::Addr)?;
-            p.int(entry.address)?;
+        p.word("action");
+        p.word(action);
+        match action {
+            "oom" => number(p, "device_free", 0),
+            _ => number(p, "addr", block.address),
         }
-        p.word(Word::Size)?;
-        p.int(entry.bytes)?;
-        p.word(Word::Stream)?;
-        p.int(entry.stream.into())?;
-        p.memo_text("time_us")?;
-        p.int(entry.at_ns / 1000)?;
+        number(p, "size", block.bytes);
+        number(p, "stream", block.stream.into());
+        number(p, "time_us", at_ns / 1000);
         if categories {
-            p.memo_text("category")?;
+            p.word("category");
             // The viewer's own name for a missing category.
-            p.memo_text(if entry.tag == Tag::NONE { "unknown" } else { entry.tag.name() })?;
+            p.word(if block.tag == Tag::NONE { "unknown" } else { block.tag.name() });
         }
-        Ok(())
-    })
+    });
 }
 
 /// Writes a segment with its blocks and the gaps between them.
-fn write_segment<W: Write>(
-    p: &mut Pickler<W>,
-    device: u32,
-    range: &Range<u64>,
-    history: &History,
-) -> io::Result<()> {
+fn write_segment(p: &mut Pickler, device: u32, range: Range<u64>, history: &History) {
+    // Each with its address and size.
     let (mut parts, mut at) = (Vec::new(), range.start);
-    let mut blocks = history.live_in(range.clone()).peekable();
     let (mut allocated, mut active, mut requested, mut stream) = (0, 0, 0, None);
-    while let Some((address, live)) = blocks.next() {
+    let mut blocks = history.live.range(range.clone()).peekable();
+    while let Some((&address, live)) = blocks.next() {
         if at < address {
             parts.push((at, address - at, None));
         }
-        let room = blocks.peek().map_or(range.end, |(next, _)| *next) - address;
-        let size =
-            live.bytes.checked_next_multiple_of(SIZE_UNIT).map_or(room, |size| size.min(room));
+        let room = blocks.peek().map_or(range.end, |(next, _)| **next) - address;
+        let size = live.block.bytes.checked_next_multiple_of(SIZE_UNIT);
+        let size = size.map_or(room, |size| size.min(room));
+        debug_assert!(size >= live.block.bytes, "a block ends before the next one");
         parts.push((address, size, Some(live)));
         at = address + size;
         active += size;
         allocated += if live.freed { 0 } else { size };
-        requested += live.bytes;
-        stream.get_or_insert(live.stream);
+        requested += live.block.bytes;
+        stream.get_or_insert(live.block.stream);
     }
     if at < range.end {
         parts.push((at, range.end - at, None));
     }
-    let number = |p: &mut Pickler<W>, name, value| {
-        p.memo_text(name)?;
-        p.int(value)
-    };
     p.dict(|p| {
-        number(p, Word::Device.text(), device.into())?;
-        number(p, Word::Address.text(), range.start)?;
-        number(p, "total_size", range.end - range.start)?;
-        number(p, "allocated_size", allocated)?;
-        number(p, "active_size", active)?;
-        number(p, Word::RequestedSize.text(), requested)?;
-        number(p, Word::Stream.text(), stream.unwrap_or(0).into())?;
-        p.memo_text("segment_type")?;
-        p.memo_text("large")?;
-        p.memo_text("segment_pool_id")?;
-        p.pair(0, 0)?;
-        p.memo_text("is_expandable")?;
-        p.boolean(true)?;
-        p.memo_text("frames")?;
-        p.list::<()>([], |_, ()| Ok(()))?;
-        p.word(Word::Blocks)?;
-        p.list(parts, |p, (address, size, live)| {
-            p.dict(|p| {
-                number(p, Word::Address.text(), address)?;
-                number(p, Word::Size.text(), size)?;
-                number(p, Word::RequestedSize.text(), live.map_or(0, |live| live.bytes))?;
-                p.word(Word::State)?;
-                p.memo_text(match live {
-                    None => Word::Inactive.text(),
-                    Some(LiveBlock { freed: true, .. }) => Word::ActivePendingFree.text(),
-                    Some(_) => Word::ActiveAllocated.text(),
-                })?;
-                if let Some(live) = live {
-                    number(p, Word::Stream.text(), live.stream.into())?;
-                }
-                p.memo_text("frames")?;
-                p.list(live.and_then(|live| live.at.map(|at| (at, live.tag))), |p, (at, tag)| {
-                    p.dict(|p| {
-                        p.memo_text("filename")?;
-                        p.text(at.file())?;
-                        number(p, "line", at.line().into())?;
-                        p.memo_text("name")?;
-                        p.memo_text(tag.name())
-                    })
-                })
-            })
-        })
-    })
+        number(p, "device", device.into());
+        number(p, "address", range.start);
+        number(p, "total_size", range.end - range.start);
+        number(p, "allocated_size", allocated);
+        number(p, "active_size", active);
+        number(p, "requested_size", requested);
+        number(p, "stream", stream.unwrap_or(0).into());
+        p.word("segment_type");
+        p.word("large");
+        p.word("segment_pool_id");
+        p.pair(0, 0);
+        p.word("is_expandable");
+        p.yes();
+        p.word("frames");
+        p.list::<()>([], |_, ()| {});
+        p.word("blocks");
+        p.list(parts, |p, (address, size, live)| write_part(p, address, size, live));
+    });
 }
 
-/// The granularity of segments, which is that of mapped memory.
-const GRANULARITY: u64 = 2 << 20;
-
-/// Disjoint ranges that do not touch each other, by start.
-#[derive(Clone, Default, Debug)]
-struct SegmentRanges(BTreeMap<u64, u64>);
-
-impl SegmentRanges {
-    /// Adds the aligned units that contain this range. Returns the newly covered ranges.
-    fn add(&mut self, range: &Range<u64>) -> Vec<Range<u64>> {
-        let (mut start, mut end) = (
-            range.start / GRANULARITY * GRANULARITY,
-            range.end.div_ceil(GRANULARITY).saturating_mul(GRANULARITY),
-        );
-        debug_assert!(start.is_multiple_of(GRANULARITY) && start <= range.start);
-        let mut gaps = Vec::new();
-        let mut at = start;
-        // Ranges that end at `start` or later. The last one that begins before it may be among
-        // them.
-        let first = self
-            .0
-            .range(..=start)
-            .next_back()
-            .filter(|(_, to)| **to >= start)
-            .map(|(from, _)| *from);
-        let touching: Vec<_> =
-            self.0.range(first.unwrap_or(start)..=end).map(|(from, to)| (*from, *to)).collect();
-        for (from, to) in touching {
-            if at < from {
-                gaps.push(at..from);
-            }
-            at = at.max(to);
-            (start, end) = (start.min(from), end.max(to));
-            self.0.remove(&from);
+/// Writes a block of a segment, or a gap.
+fn write_part(p: &mut Pickler, address: u64, size: u64, live: Option<&LiveBlock>) {
+    p.dict(|p| {
+        number(p, "address", address);
+        number(p, "size", size);
+        number(p, "requested_size", live.map_or(0, |live| live.block.bytes));
+        p.word("state");
+        p.word(match live {
+            None => "inactive",
+            Some(LiveBlock { freed: true, .. }) => "active_pending_free",
+            Some(_) => "active_allocated",
+        });
+        if let Some(live) = live {
+            number(p, "stream", live.block.stream.into());
         }
-        if at < end {
-            gaps.push(at..end);
-        }
-        debug_assert!(start <= range.start && range.end <= end, "the range is covered");
-        self.0.insert(start, end);
-        gaps
-    }
+        p.word("frames");
+        let location = live.and_then(|live| Some((live.block.at?, live.block.tag)));
+        p.list(location, |p, (at, tag)| {
+            p.dict(|p| {
+                p.word("filename");
+                p.text(at.file());
+                number(p, "line", at.line().into());
+                p.word("name");
+                p.word(tag.name());
+            });
+        });
+    });
+}
 
-    /// An iterator over the ranges, lowest first.
-    fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
-        self.0.iter().map(|(&start, &end)| start..end)
-    }
+fn number(p: &mut Pickler, name: &'static str, value: u64) {
+    p.word(name);
+    p.int(value);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::collections::BTreeSet;
 
     #[test]
-    fn each_new_range_is_returned_once_and_neighbours_are_merged() {
-        let mut state = 1_u64;
-        let mut below = |most: u64| {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (state >> 33) % most
-        };
-        for _ in 0..200 {
-            let (mut segments, mut grains) = (SegmentRanges::default(), BTreeSet::new());
-            for _ in 0..20 {
-                let start = below(40) * (GRANULARITY / 2) + below(GRANULARITY / 2);
-                let range = start..start + 1 + below(5 * GRANULARITY);
-                let added: Vec<_> = segments
-                    .add(&range)
-                    .into_iter()
-                    .flat_map(|gap| gap.step_by(GRANULARITY as usize))
-                    .collect();
-                let new: Vec<_> = (range.start / GRANULARITY..range.end.div_ceil(GRANULARITY))
-                    .map(|grain| grain * GRANULARITY)
-                    .filter(|grain| grains.insert(*grain))
-                    .collect();
-                assert_eq!(added, new);
-            }
-            let ranges: Vec<_> = segments.ranges().collect();
-            assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start), "{ranges:?}");
-            let all: Vec<_> =
-                ranges.into_iter().flat_map(|range| range.step_by(GRANULARITY as usize)).collect();
-            assert_eq!(all, grains.into_iter().collect::<Vec<_>>());
-        }
+    fn segments_are_the_units_that_contain_blocks_and_neighbours_are_one() {
+        let unit = |n: u64| n * GRANULARITY;
+        let mut history = History::default();
+        history.used =
+            vec![unit(9)..unit(9) + 1, unit(3) - 1..unit(4) + 1, unit(2)..unit(2) + 5, 0..unit(1)];
+        assert_eq!(history.segments(), [0..unit(1), unit(2)..unit(5), unit(9)..unit(10)]);
     }
 }

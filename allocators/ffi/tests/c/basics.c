@@ -308,7 +308,7 @@ static void history_and_trace_receive_the_same_events(void) {
     }
     for (uint32_t device = 0; device < 2; device++) {
         OK(aq_memory_snapshot(runtime, device, snapshot));
-        const unsigned char pickled[] = {0x8a, 3, bytes[device] & 0xff, bytes[device] >> 8 & 0xff, bytes[device] >> 16};
+        const unsigned char pickled[] = {'J', bytes[device] & 0xff, bytes[device] >> 8 & 0xff, bytes[device] >> 16, 0};
         CHECK(is_in(snapshot, pickled, sizeof pickled));
         CHECK(told(snapshot, "free_completed") == 1);
         int id = (int)device + 1;

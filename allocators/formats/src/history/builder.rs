@@ -1,12 +1,11 @@
-//! Converts rows to columns and rejects impossible ones, by the same rules as the builder of a
-//! trace.
+//! Converts rows to the columns of a history, or to a trace for a replay, and rejects impossible ones.
 
 use super::{
     BlockColumns, HistoryAction, HistoryClock, HistoryMark, HistoryPhase, HistoryStep, MarkKind,
     MemoryHistory, NameTable, StackTable, layout,
 };
 use crate::trace::{
-    MAX_STREAMS, TraceFormat,
+    MAX_STREAMS, Trace, TraceAction, TraceBlock, TraceDevice, TraceFormat, TraceStep,
     error::{Fault, Name},
     named_blocks::{NamedBlocks, short},
 };
@@ -19,7 +18,7 @@ const MAX_LIVE: u64 = 1 << 53;
 
 /// How streams are named.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum StreamNames {
+pub(crate) enum StreamNames {
     /// By number.
     Numbers,
     /// By handle.
@@ -28,21 +27,27 @@ pub(super) enum StreamNames {
 
 /// A history under construction.
 #[derive(Debug)]
-pub(super) struct HistoryBuilder {
+pub(crate) struct HistoryBuilder {
     lives: NamedBlocks,
     blocks: BlockColumns,
     steps: Vec<HistoryStep>,
+    /// The row of each step. Only a trace has them.
+    step_rows: Vec<u32>,
     marks: Vec<HistoryMark>,
     /// Phases, in any order. They may lie outside of the history.
-    pub(super) phases: Vec<HistoryPhase>,
+    pub(crate) phases: Vec<HistoryPhase>,
     /// Each change of the limit.
-    pub(super) limits: Vec<(f64, Option<u64>)>,
+    pub(crate) limits: Vec<(f64, Option<u64>)>,
     /// Each change of what is in use outside.
-    pub(super) outside: Vec<(f64, u64)>,
+    pub(crate) outside: Vec<(f64, u64)>,
     stream_names: StreamNames,
     streams: HashMap<u64, u32>,
-    pub(super) texts: NameTable,
-    pub(super) stacks: StackTable,
+    /// The names and numbers of the streams, in order of appearance.
+    stream_order: Vec<(u64, u32)>,
+    /// The streams that freed blocks of others, by block.
+    freed_elsewhere: HashMap<u32, u32>,
+    pub(crate) texts: NameTable,
+    pub(crate) stacks: StackTable,
     live: u64,
     end: f64,
     events: u64,
@@ -52,38 +57,82 @@ pub(super) struct HistoryBuilder {
 
 /// The fields of an allocation that do not concern its checks.
 #[derive(Debug)]
-pub(super) struct Origin {
-    pub(super) address: Option<u64>,
-    pub(super) kind: Option<BlockKind>,
+pub(crate) struct Origin {
+    pub(crate) address: Option<u64>,
+    pub(crate) kind: Option<BlockKind>,
     /// The bytes that it occupies, if the input tells.
-    pub(super) occupied: Option<u64>,
-    pub(super) tag: u32,
-    pub(super) thread: u32,
-    pub(super) stack: u32,
-    pub(super) metadata: u32,
+    pub(crate) occupied: Option<u64>,
+    pub(crate) tag: u32,
+    pub(crate) thread: u32,
+    pub(crate) stack: u32,
+    pub(crate) metadata: u32,
 }
 
 /// What is known about the input besides its rows.
-#[derive(Debug, Default)]
-pub(super) struct InputFacts {
+#[derive(Clone, Debug)]
+pub(crate) struct InputFacts {
+    pub(crate) format: TraceFormat,
+    pub(crate) clock: HistoryClock,
+    /// The device whose memory this is, and all that have blocks, if the input distinguishes them.
+    pub(crate) device: Option<TraceDevice>,
+    pub(crate) devices: Vec<TraceDevice>,
     /// The ranges that were mapped before the first event.
-    pub(super) mapped_at_start: Option<Vec<Range<u64>>>,
+    pub(crate) mapped_at_start: Option<Vec<Range<u64>>>,
     /// Whether rows name the kinds of blocks.
-    pub(super) tells_kinds: bool,
+    pub(crate) tells_kinds: bool,
+    pub(crate) notes: Vec<String>,
+    /// Rows that could not be read.
+    pub(crate) unreadable: u64,
+    pub(crate) pinned: Option<Vec<(f64, u64)>>,
+}
+
+impl InputFacts {
+    /// The facts of an input of which nothing else is known.
+    pub(crate) fn new(format: TraceFormat, clock: HistoryClock) -> Self {
+        let (device, devices, mapped_at_start, pinned) = (None, Vec::new(), None, None);
+        let (tells_kinds, notes, unreadable) = (false, Vec::new(), 0);
+        Self {
+            format,
+            clock,
+            device,
+            devices,
+            mapped_at_start,
+            tells_kinds,
+            notes,
+            unreadable,
+            pinned,
+        }
+    }
+}
+
+/// The blocks of one device, from which a history or a trace is made.
+pub(crate) struct ReadDevice {
+    pub(crate) builder: HistoryBuilder,
+    pub(crate) facts: InputFacts,
+}
+
+impl ReadDevice {
+    /// Returns the number of its blocks.
+    pub(crate) fn blocks(&self) -> usize {
+        self.builder.blocks()
+    }
 }
 
 impl HistoryBuilder {
-    pub(super) fn new(stream_names: StreamNames) -> Self {
+    pub(crate) fn new(stream_names: StreamNames) -> Self {
         Self {
             lives: NamedBlocks::default(),
             blocks: BlockColumns::default(),
             steps: Vec::new(),
+            step_rows: Vec::new(),
             marks: Vec::new(),
             phases: Vec::new(),
             limits: Vec::new(),
             outside: Vec::new(),
             stream_names,
             streams: HashMap::new(),
+            stream_order: Vec::new(),
+            freed_elsewhere: HashMap::new(),
             texts: NameTable::default(),
             stacks: StackTable::default(),
             live: 0,
@@ -94,22 +143,22 @@ impl HistoryBuilder {
     }
 
     /// Returns the number of allocated blocks.
-    pub(super) fn blocks(&self) -> usize {
+    pub(crate) fn blocks(&self) -> usize {
         self.blocks.len()
     }
 
     /// Returns the number of steps that concern blocks.
-    pub(super) fn block_steps(&self) -> usize {
+    pub(crate) fn block_steps(&self) -> usize {
         self.steps.len() - self.marks.len()
     }
 
     /// Counts an event, at this time.
-    pub(super) fn at(&mut self, time: f64) {
+    pub(crate) fn at(&mut self, time: f64) {
         self.events += 1;
         self.end = self.end.max(time);
     }
 
-    pub(super) fn allocate(
+    pub(crate) fn allocate(
         &mut self,
         (row, time): (u64, f64),
         id: Name,
@@ -150,11 +199,29 @@ impl HistoryBuilder {
         blocks.row.push(short(row));
         debug_assert_eq!(blocks.len(), blocks.row.len(), "columns are as long as each other");
         debug_assert!(blocks.is_exact.is_empty() || blocks.is_exact.len() == blocks.len());
-        self.steps.push(HistoryStep::new(HistoryAction::Allocate, block));
+        self.step(HistoryAction::Allocate, block, row);
         Ok(())
     }
 
-    pub(super) fn free(
+    pub(crate) fn free(
+        &mut self,
+        (row, time): (u64, f64),
+        id: Name,
+        bytes: u64,
+        stream: u64,
+    ) -> Result<(), Fault> {
+        let stream = self.stream(stream)?;
+        let block = self.lives.free(id, bytes, row)?;
+        debug_assert!(self.blocks.freed[block as usize].is_infinite(), "a block is freed once");
+        self.blocks.freed[block as usize] = time;
+        if stream != self.blocks.stream[block as usize] {
+            self.freed_elsewhere.insert(block, stream);
+        }
+        self.step(HistoryAction::Free, block, row);
+        Ok(())
+    }
+
+    pub(crate) fn complete(
         &mut self,
         (row, time): (u64, f64),
         id: Name,
@@ -162,22 +229,9 @@ impl HistoryBuilder {
         stream: u64,
     ) -> Result<(), Fault> {
         self.stream(stream)?;
-        let block = self.lives.free(id, bytes, row)?;
-        self.blocks.freed[block as usize] = time;
-        self.steps.push(HistoryStep::new(HistoryAction::Free, block));
-        Ok(())
-    }
-
-    pub(super) fn complete(
-        &mut self,
-        time: f64,
-        id: Name,
-        bytes: u64,
-        stream: u64,
-    ) -> Result<(), Fault> {
-        self.stream(stream)?;
         let block = self.lives.complete(id, bytes)?;
         let place = block as usize;
+        debug_assert!(self.blocks.freed[place].is_finite(), "it was freed before");
         let freed = HistoryStep::new(HistoryAction::Free, block);
         match self.steps.last_mut() {
             // The completion directly follows the free: no other stream used it.
@@ -187,7 +241,7 @@ impl HistoryBuilder {
             }
             _ => {
                 self.blocks.end[place] = time;
-                self.steps.push(HistoryStep::new(HistoryAction::Complete, block));
+                self.step(HistoryAction::Complete, block, row);
             }
         }
         debug_assert!(self.live >= self.blocks.bytes[place], "the block is counted as live");
@@ -196,7 +250,7 @@ impl HistoryBuilder {
     }
 
     /// Attaches text to a block that has none.
-    pub(super) fn annotate(&mut self, id: Name, text: u32) {
+    pub(crate) fn annotate(&mut self, id: Name, text: u32) {
         if let Some(block) = self.lives.block(id)
             && let Some(metadata @ 0) = self.blocks.metadata.get_mut(block as usize)
         {
@@ -205,11 +259,17 @@ impl HistoryBuilder {
     }
 
     /// Adds a mark.
-    pub(super) fn mark(&mut self, mark: HistoryMark) -> Result<(), Fault> {
+    pub(crate) fn mark(&mut self, mark: HistoryMark) -> Result<(), Fault> {
         let place = index(self.marks.len())?;
         self.marks.push(mark);
-        self.steps.push(HistoryStep::new(HistoryAction::Mark, place));
+        self.step(HistoryAction::Mark, place, 0);
         Ok(())
+    }
+
+    fn step(&mut self, action: HistoryAction, index: u32, row: u64) {
+        self.steps.push(HistoryStep::new(action, index));
+        self.step_rows.push(short(row));
+        debug_assert_eq!(self.steps.len(), self.step_rows.len(), "each step has a row");
     }
 
     /// Returns the name of a stream.
@@ -226,11 +286,12 @@ impl HistoryBuilder {
         };
         let name = self.texts.intern(&name);
         self.streams.insert(stream, name);
+        self.stream_order.push((stream, name));
         Ok(name)
     }
 
     /// Returns each change of the allocated bytes as its time and the difference.
-    pub(super) fn changes(&self) -> impl Iterator<Item = (f64, i64)> {
+    pub(crate) fn changes(&self) -> impl Iterator<Item = (f64, i64)> {
         self.steps.iter().filter_map(|step| {
             let block = step.index();
             match step.action() {
@@ -263,15 +324,60 @@ impl HistoryBuilder {
         true
     }
 
-    pub(super) fn finish(
-        mut self,
-        format: TraceFormat,
-        clock: HistoryClock,
-        facts: InputFacts,
-    ) -> Result<MemoryHistory, Fault> {
+    /// Returns what a replay needs. Streams have small numbers: the program's own are kept in their
+    /// order, and handles have them in the order of appearance.
+    pub(crate) fn into_trace(mut self, format: TraceFormat) -> Result<Trace, Fault> {
         if self.blocks.is_empty() {
             return Err(Fault::NoAllocation);
         }
+        if matches!(self.stream_names, StreamNames::Numbers) {
+            self.stream_order.sort_unstable();
+        }
+        let streams = self.stream_order.iter().zip(0_u32..);
+        let streams: HashMap<u32, u32> =
+            streams.map(|((_, name), number)| (*name, number)).collect();
+        debug_assert_eq!(streams.len(), self.stream_order.len(), "no two streams share a name");
+        let sizes = self.blocks.requested.iter().zip(&self.blocks.stream);
+        let mut blocks: Vec<_> = sizes
+            .map(|(&bytes, name)| TraceBlock {
+                bytes,
+                stream: streams[name],
+                freed_on: None,
+                lingers: false,
+            })
+            .collect();
+        let mut steps = Vec::with_capacity(self.steps.len() - self.marks.len());
+        for (step, row) in self.steps.into_iter().zip(self.step_rows) {
+            // The index is that of a step.
+            let block = step.index() as u32;
+            let action = match step.action() {
+                HistoryAction::Allocate => TraceAction::Allocate,
+                HistoryAction::Free | HistoryAction::Release => {
+                    let freed = &mut blocks[step.index()];
+                    debug_assert!(freed.freed_on.is_none(), "a block is freed once");
+                    let elsewhere = self.freed_elsewhere.get(&block).map(|name| streams[name]);
+                    freed.freed_on = Some(elsewhere.unwrap_or(freed.stream));
+                    // Another stream may use the block until its completion is seen.
+                    freed.lingers = step.action() == HistoryAction::Free;
+                    TraceAction::Free
+                }
+                HistoryAction::Complete => {
+                    debug_assert!(blocks[step.index()].lingers, "its use outlived its free");
+                    TraceAction::Complete
+                }
+                HistoryAction::Mark => continue,
+            };
+            steps.push(TraceStep { action, block, row });
+        }
+        // At most MAX_STREAMS.
+        Ok(Trace::of_steps(format, blocks, steps, streams.len() as u32))
+    }
+
+    pub(crate) fn finish(mut self, facts: InputFacts) -> Result<MemoryHistory, Fault> {
+        if self.blocks.is_empty() {
+            return Err(Fault::NoAllocation);
+        }
+        self.step_rows = Vec::new();
         self.lives = NamedBlocks::default();
         let end = self.end;
         self.phases.retain(|phase| phase.begin <= end && phase.end >= 0.0);
@@ -284,7 +390,7 @@ impl HistoryBuilder {
         let mut notes = Vec::new();
         // The recorder of this library, which names kinds, and PyTorch's write completions: a block
         // without one is still in use.
-        if format == TraceFormat::Events && !facts.tells_kinds && self.free_at_once() {
+        if facts.format == TraceFormat::Events && !facts.tells_kinds && self.free_at_once() {
             notes.push(
                 "the input has no completions: freed bytes count as reusable at once".to_owned(),
             );
@@ -327,13 +433,14 @@ impl HistoryBuilder {
             })),
             None => has_physical.then_some(0),
         };
+        notes.extend(facts.notes);
         Ok(MemoryHistory {
-            format,
-            device: None,
-            devices: Vec::new(),
+            format: facts.format,
+            device: facts.device,
+            devices: facts.devices,
             notes,
-            unreadable: 0,
-            clock,
+            unreadable: facts.unreadable,
+            clock: facts.clock,
             end: self.end,
             events: self.events,
             blocks: self.blocks,
@@ -349,7 +456,7 @@ impl HistoryBuilder {
             address_height: axis.height,
             physical_at_start,
             mapped_at_start: mapped_at_start.filter(|_| is_recorded),
-            pinned: None,
+            pinned: facts.pinned,
             tells_kinds: facts.tells_kinds,
         })
     }

@@ -3,18 +3,18 @@
 
 use super::{
     ExtentTree, HistoryClock, HistoryMark, HistoryPhase, MarkKind, MemoryHistory,
-    builder::{HistoryBuilder, InputFacts, Origin, StreamNames},
+    builder::{HistoryBuilder, InputFacts, Origin, ReadDevice, StreamNames},
+    made,
+    rmm::{RmmColumns, RmmReader},
 };
 use crate::{
     pickle::{self, Objects, Value, Word},
     trace::{
-        Header, Trace, TraceAction, TraceDevice, TraceError, TraceFormat,
+        Trace, TraceDevice, TraceError, TraceFormat,
         error::{Fault, Name, SnapshotError},
         events::{Columns, RowAction},
-        log::{LogFacts, LogHeader},
-        log_event::{LogAction, LogEvent, LogPhase, Skips, UNREADABLE},
-        made,
         named_blocks::short,
+        skips::{Skips, UNREADABLE},
         snapshot::{Deed, Early, INCOMPLETE, Playback, PlayedEvent, Snapshot, SnapshotParts},
         source::TraceSource,
     },
@@ -27,6 +27,62 @@ use std::{
     mem,
     path::Path,
 };
+
+impl Trace {
+    /// Reads and checks the file at `path`, the standard input for `-`, or [generates](super::made) the
+    /// trace that `path` names. `device` selects a device. The default is the one with the most
+    /// events.
+    ///
+    /// # Errors
+    /// [`TraceError`] with the first invalid row, also if a device is selected and the trace has
+    /// none.
+    pub fn read(path: &Path, device: Option<u32>) -> Result<Self, TraceError> {
+        Self::of_devices(read(path, device.map(TraceDevice::Gpu))?)
+    }
+
+    /// Reads and checks the contents of a file.
+    ///
+    /// # Errors
+    /// As [`read`](Trace::read).
+    pub fn from_reader(
+        reader: impl BufRead + 'static,
+        device: Option<u32>,
+    ) -> Result<Self, TraceError> {
+        let device = device.map(TraceDevice::Gpu);
+        Self::of_devices(parse(TraceSource::new(reader)?, device)?)
+    }
+
+    /// Returns the trace of the first of several devices, which is the selected one, or the one
+    /// with the most steps.
+    fn of_devices(read: Vec<ReadDevice>) -> Result<Self, TraceError> {
+        let blocks = read.iter().map(|device| device.blocks() as u64).sum();
+        let Some(ReadDevice { builder, facts }) = read.into_iter().next() else {
+            return Err(TraceError::whole(Fault::NoAllocation));
+        };
+        let device = match facts.device {
+            Some(TraceDevice::Host(_)) => {
+                return Err(TraceError::whole(Fault::OnlyPinned { blocks }));
+            }
+            Some(TraceDevice::Gpu(device)) => Some(device),
+            None => None,
+        };
+        let mut trace = builder.into_trace(facts.format).map_err(TraceError::whole)?;
+        trace.notes = facts.notes;
+        trace.devices = facts.devices.iter().filter_map(TraceDevice::gpu).collect();
+        if let (Some(device), 2..) = (device, trace.devices.len()) {
+            trace.notes.push(format!(
+                "the trace has memory of {} devices, of which device {device} is read; \
+                 --device-index picks another",
+                trace.devices.len()
+            ));
+        }
+        if trace.devices.len() < facts.devices.len() {
+            trace.notes.push("pinned host memory in the trace is left out".to_owned());
+        }
+        (trace.device, trace.unreadable) = (device, facts.unreadable);
+        Ok(trace)
+    }
+}
 
 impl MemoryHistory {
     /// Reads and checks the file at `path`, the standard input for `-`, or generates the workload
@@ -46,11 +102,7 @@ impl MemoryHistory {
     /// # Errors
     /// As [`read`](Self::read).
     pub fn read_each(path: &Path, device: Option<TraceDevice>) -> Result<Vec<Self>, TraceError> {
-        match made::trace(path) {
-            Some(_) if device.is_some() => Err(TraceError::whole(Fault::NoDevices)),
-            Some(made) => Ok(vec![of_made(&made?).map_err(TraceError::whole)?]),
-            None => parse(TraceSource::open(path)?, device),
-        }
+        finish(read(path, device)?)
     }
 
     /// Reads and checks the contents of a file.
@@ -73,29 +125,55 @@ impl MemoryHistory {
         reader: impl BufRead + 'static,
         device: Option<TraceDevice>,
     ) -> Result<Vec<Self>, TraceError> {
-        parse(TraceSource::new(reader)?, device)
+        finish(parse(TraceSource::new(reader)?, device)?)
     }
+}
+
+fn finish(devices: Vec<ReadDevice>) -> Result<Vec<MemoryHistory>, TraceError> {
+    let histories = devices.into_iter().map(|device| device.builder.finish(device.facts));
+    histories.collect::<Result<_, _>>().map_err(TraceError::whole)
 }
 
 fn first(histories: Vec<MemoryHistory>) -> Result<MemoryHistory, TraceError> {
     histories.into_iter().next().ok_or_else(|| TraceError::whole(Fault::NoAllocation))
 }
 
-fn parse(
+/// Reads a file, the standard input for `-`, or generates a workload: each device that has blocks,
+/// or one of them. Devices come before pinned memory, and those with more steps before others.
+pub(crate) fn read(
+    path: &Path,
+    device: Option<TraceDevice>,
+) -> Result<Vec<ReadDevice>, TraceError> {
+    match made::read(path) {
+        Some(_) if device.is_some() => Err(TraceError::whole(Fault::NoDevices)),
+        Some(made) => Ok(vec![made?]),
+        None => parse(TraceSource::open(path)?, device),
+    }
+}
+
+/// As [`read`], of the contents of a file.
+pub(crate) fn parse(
     mut source: TraceSource,
     device: Option<TraceDevice>,
-) -> Result<Vec<MemoryHistory>, TraceError> {
+) -> Result<Vec<ReadDevice>, TraceError> {
     if source.begins_with(pickle::MAGIC)? {
         return of_snapshot(source.bytes(), device).map_err(TraceError::whole);
     }
-    let header = Header::read(&mut source)?;
-    if device.is_some() && !header.tells_devices() {
-        return Err(TraceError::whole(Fault::NoDevices));
+    let (row, header) = source.next_row()?.ok_or(TraceError::whole(Fault::Empty))?;
+    let check = |tells_devices: bool| match device {
+        Some(_) if !tells_devices => Err(TraceError::whole(Fault::NoDevices)),
+        _ => Ok(()),
+    };
+    if let Some(columns) = Columns::of(header) {
+        check(columns.tells_devices())?;
+        return of_events(source, &columns, device);
     }
-    match header {
-        Header::Events(columns) => of_events(source, &columns, device),
-        Header::Log(header) => of_log(header, source, device),
-    }
+    let Some(columns) = RmmColumns::of(header) else {
+        let fault = Fault::Header { found: header.to_owned() };
+        return Err(TraceError { row: Some(row), fault });
+    };
+    check(columns.tells_devices())?;
+    of_rmm(source, columns, device)
 }
 
 /// Reads the rows of this library, each device into a builder of its own.
@@ -103,7 +181,7 @@ fn of_events(
     mut source: TraceSource,
     columns: &Columns,
     asked: Option<TraceDevice>,
-) -> Result<Vec<MemoryHistory>, TraceError> {
+) -> Result<Vec<ReadDevice>, TraceError> {
     let mut builders: BTreeMap<TraceDevice, HistoryBuilder> = BTreeMap::new();
     let (mut origin, mut time) = (None, 0);
     while let Some((row, text)) = source.next_row()? {
@@ -136,7 +214,7 @@ fn of_events(
                 continue;
             }
             RowAction::Complete => {
-                builder.complete(now.1, id, bytes, stream).map_err(at)?;
+                builder.complete(now, id, bytes, stream).map_err(at)?;
                 continue;
             }
             RowAction::Limit => {
@@ -167,33 +245,21 @@ fn of_events(
         };
         builder.mark(mark).map_err(at)?;
     }
-    let facts = DeviceFacts {
-        format: TraceFormat::Events,
-        clock: HistoryClock::Microseconds,
-        tells_devices: columns.tells_devices(),
+    let facts = InputFacts {
         tells_kinds: columns.tells_kinds(),
         notes: columns.note().into_iter().collect(),
-        phases: Vec::new(),
+        ..InputFacts::new(TraceFormat::Events, HistoryClock::Microseconds)
     };
-    of_devices(builders, facts, asked).map_err(TraceError::whole)
+    of_devices(builders, &facts, columns.tells_devices(), asked).map_err(TraceError::whole)
 }
 
-/// What is known of an input with rows besides them.
-struct DeviceFacts {
-    format: TraceFormat,
-    clock: HistoryClock,
-    tells_devices: bool,
-    tells_kinds: bool,
-    notes: Vec<String>,
-    phases: Vec<LogPhase>,
-}
-
-/// Returns the histories of the devices that have blocks, or of one of them.
+/// Returns the devices that have blocks, or one of them. `facts` are the same for all.
 fn of_devices(
     mut builders: BTreeMap<TraceDevice, HistoryBuilder>,
-    facts: DeviceFacts,
+    facts: &InputFacts,
+    tells_devices: bool,
     asked: Option<TraceDevice>,
-) -> Result<Vec<MemoryHistory>, Fault> {
+) -> Result<Vec<ReadDevice>, Fault> {
     let pinned = pinned_bytes(&builders);
     builders.retain(|_, builder| builder.blocks() > 0);
     let there: Vec<TraceDevice> = builders.keys().copied().collect();
@@ -205,25 +271,18 @@ fn of_devices(
     }
     let mut builders: Vec<_> = builders.into_iter().collect();
     builders.sort_by_key(|(device, builder)| {
-        let is_gpu = matches!(device, TraceDevice::Gpu(_));
-        Reverse((is_gpu, builder.block_steps(), Reverse(*device)))
+        Reverse((device.gpu().is_some(), builder.block_steps(), Reverse(*device)))
     });
-    let finish = |(device, mut builder): (TraceDevice, HistoryBuilder)| {
-        for (name, begin, end, depth) in &facts.phases {
-            let (name, begin, end, depth) = (builder.texts.intern(name), *begin, *end, *depth);
-            builder.phases.push(HistoryPhase { name, begin, end, depth });
+    let with_facts = |(device, builder): (TraceDevice, HistoryBuilder)| {
+        let mut facts = facts.clone();
+        if tells_devices {
+            (facts.device, facts.devices) = (Some(device), there.clone());
+            facts.pinned = device.gpu().map(|_| pinned.clone());
         }
-        let input = InputFacts { mapped_at_start: None, tells_kinds: facts.tells_kinds };
-        let mut history = builder.finish(facts.format, facts.clock, input)?;
-        history.notes.extend_from_slice(&facts.notes);
-        if facts.tells_devices {
-            (history.device, history.devices) = (Some(device), there.clone());
-            history.pinned = matches!(device, TraceDevice::Gpu(_)).then(|| pinned.clone());
-        }
-        Ok(history)
+        ReadDevice { builder, facts }
     };
-    let histories = builders.into_iter().map(finish).collect::<Result<Vec<_>, _>>()?;
-    if histories.is_empty() { Err(Fault::NoAllocation) } else { Ok(histories) }
+    let devices: Vec<_> = builders.into_iter().map(with_facts).collect();
+    if devices.is_empty() { Err(Fault::NoAllocation) } else { Ok(devices) }
 }
 
 /// Returns the bytes of pinned memory after each change.
@@ -244,97 +303,31 @@ fn pinned_bytes(builders: &BTreeMap<TraceDevice, HistoryBuilder>) -> Vec<(f64, u
     levels
 }
 
-/// Reads a log of another program, each device into a builder of its own.
-fn of_log(
-    header: LogHeader,
+/// Reads a log of RAPIDS' memory manager.
+fn of_rmm(
     mut source: TraceSource,
+    columns: RmmColumns,
     asked: Option<TraceDevice>,
-) -> Result<Vec<MemoryHistory>, TraceError> {
-    let mut builders: BTreeMap<TraceDevice, HistoryBuilder> = BTreeMap::new();
-    let facts = header.read(&mut source, &mut |event| {
-        let &LogEvent { row, time, bytes, stream, .. } = event;
-        let builder = builders
-            .entry(event.device)
-            .or_insert_with(|| HistoryBuilder::new(StreamNames::Handles));
-        builder.at(time);
-        let (now, id) = ((row, time), event.name());
-        match event.action {
-            LogAction::Allocate => {
-                let origin = Origin {
-                    address: event.address,
-                    kind: event.kind(),
-                    occupied: None,
-                    tag: builder.texts.intern(event.tag),
-                    thread: builder.texts.intern(event.thread),
-                    stack: 0,
-                    metadata: builder.texts.intern(event.metadata),
-                };
-                builder.allocate(now, id, bytes, stream, &origin)
-            }
-            LogAction::Release => {
-                builder.free(now, id, bytes, stream)?;
-                builder.complete(time, id, bytes, stream)
-            }
-            LogAction::Fail => builder.mark(HistoryMark {
-                time,
-                row: short(row),
-                kind: MarkKind::Fail,
-                bytes,
-                address: None,
-                device_free: None,
-                text: 0,
-                refused_by: 0,
-            }),
-            LogAction::Nothing => Ok(()),
-        }
-    })?;
-    let LogFacts { format, tells_times, tells_devices, phases, notes, skips } = facts;
-    let clock = if tells_times { HistoryClock::Microseconds } else { HistoryClock::Events };
-    let facts = DeviceFacts { format, clock, tells_devices, tells_kinds: false, notes, phases };
-    let unreadable = skips.count(UNREADABLE);
-    let mut histories = of_devices(builders, facts, asked)
-        .map_err(|fault| skips.explain(TraceError::whole(fault)))?;
-    histories.iter_mut().for_each(|history| history.unreadable = unreadable);
-    Ok(histories)
-}
-
-/// Converts a generated trace. Its steps are its clock.
-fn of_made(trace: &Trace) -> Result<MemoryHistory, Fault> {
-    let mut builder = HistoryBuilder::new(StreamNames::Numbers);
-    for (step, place) in trace.steps.iter().zip(0_u64..) {
-        let block = trace.blocks[step.block as usize];
-        let (now, id) = ((place + 1, place as f64), Name::Id(step.block.into()));
-        builder.at(now.1);
-        match step.action {
-            TraceAction::Allocate => {
-                let (address, kind, occupied) = (None, None, None);
-                let origin =
-                    Origin { address, kind, occupied, tag: 0, thread: 0, stack: 0, metadata: 0 };
-                builder.allocate(now, id, block.bytes, block.stream.into(), &origin)?;
-            }
-            TraceAction::Free => {
-                let stream = block.freed_on.unwrap_or(block.stream).into();
-                builder.free(now, id, block.bytes, stream)?;
-                if !block.lingers {
-                    builder.complete(now.1, id, block.bytes, stream)?;
-                }
-            }
-            TraceAction::Complete => {
-                builder.complete(now.1, id, block.bytes, block.stream.into())?;
-            }
-        }
-    }
-    builder.finish(TraceFormat::Made, HistoryClock::Events, InputFacts::default())
+) -> Result<Vec<ReadDevice>, TraceError> {
+    let tells_devices = columns.tells_devices();
+    let RmmReader { builders, skips, .. } = RmmReader::read(columns, &mut source)?;
+    let facts = InputFacts {
+        notes: skips.note().into_iter().collect(),
+        unreadable: skips.count(UNREADABLE),
+        ..InputFacts::new(TraceFormat::Rmm, HistoryClock::Microseconds)
+    };
+    of_devices(builders, &facts, tells_devices, asked)
+        .map_err(|fault| skips.explain(TraceError::whole(fault)))
 }
 
 /// Reads a memory snapshot of PyTorch.
 fn of_snapshot(
     reader: &mut dyn BufRead,
     asked: Option<TraceDevice>,
-) -> Result<Vec<MemoryHistory>, Fault> {
+) -> Result<Vec<ReadDevice>, Fault> {
     let invalid = |error| Fault::Snapshot(Box::new(error));
     let (mut objects, root) =
-        pickle::read_with_details(reader).map_err(|e| invalid(SnapshotError::Pickle(e)))?;
+        pickle::read(reader).map_err(|e| invalid(SnapshotError::Pickle(e)))?;
     let (mut texts, mut stacks) = objects.take_tables();
     let parts = SnapshotParts::of(&objects, root)?;
     let chosen = parts.select(asked)?.device;
@@ -348,27 +341,27 @@ fn of_snapshot(
         shown.retain(|device| *device != chosen);
         shown.insert(0, chosen);
     }
-    let mut histories = Vec::with_capacity(shown.len());
+    let mut read = Vec::with_capacity(shown.len());
     for (&device, left) in shown.iter().zip((0..shown.len()).rev()) {
         let mut builder = HistoryBuilder::new(StreamNames::Handles);
         (builder.texts, builder.stacks) = match left {
             0 => (mem::take(&mut texts), mem::take(&mut stacks)),
             _ => (texts.clone(), stacks.clone()),
         };
-        let mut history = of_snapshot_device(&parts, device, root, builder)?;
-        (history.device, history.devices) = (Some(device), devices.clone());
-        histories.push(history);
+        let mut of_device = of_snapshot_device(&parts, device, root, builder)?;
+        (of_device.facts.device, of_device.facts.devices) = (Some(device), devices.clone());
+        read.push(of_device);
     }
-    Ok(histories)
+    Ok(read)
 }
 
-/// Returns the history of one device of a snapshot, or of its pinned memory.
+/// Reads one device of a snapshot, or its pinned memory.
 fn of_snapshot_device(
     parts: &SnapshotParts<'_>,
     device: TraceDevice,
     root: Value,
     mut builder: HistoryBuilder,
-) -> Result<MemoryHistory, Fault> {
+) -> Result<ReadDevice, Fault> {
     let snapshot = parts.of_device(device);
     let objects = snapshot.objects;
     let mut playback = snapshot.play();
@@ -407,20 +400,15 @@ fn of_snapshot_device(
         mapped.iter().collect()
     });
     let early = if playback.is_still { 0 } else { playback.early().count() };
-    drop(snapshot);
-    let facts = InputFacts { mapped_at_start, tells_kinds: false };
-    let finished = builder.finish(TraceFormat::Snapshot, clock.clock, facts);
-    let notes = playback.notes();
-    let finished = finished.map_err(|fault| playback.skips.explain(TraceError::whole(fault)).fault);
-    let mut history = finished?;
-    if early > 0 {
-        history.notes.push(format!(
-            "{early} blocks are older than the first event: their origin is not recorded"
-        ));
+    let early = (early > 0).then(|| {
+        format!("{early} blocks are older than the first event: their origin is not recorded")
+    });
+    let notes = early.into_iter().chain(playback.notes()).collect();
+    if builder.blocks() == 0 {
+        return Err(playback.skips.explain(TraceError::whole(Fault::NoAllocation)).fault);
     }
-    history.notes.extend(notes);
-    history.pinned = pinned;
-    Ok(history)
+    let new = InputFacts::new(TraceFormat::Snapshot, clock.clock);
+    Ok(ReadDevice { builder, facts: InputFacts { mapped_at_start, notes, pinned, ..new } })
 }
 
 /// The times of a snapshot's events.
@@ -514,7 +502,7 @@ fn play(
                     builder.allocate(now, name, bytes, stream, &origin)?;
                 }
                 Deed::Free => builder.free(now, name, bytes, stream)?,
-                Deed::Complete => builder.complete(time, name, bytes, stream)?,
+                Deed::Complete => builder.complete(now, name, bytes, stream)?,
                 Deed::Annotate => builder.annotate(name, text),
             }
         }

@@ -3,14 +3,11 @@
 //! A pickle is a program for a small stack machine. This machine runs it, but imports and calls
 //! nothing.
 //!
-//! - It keeps only what the snapshot reader uses: lists, dictionaries, whole numbers, and the
-//!   strings that [`Word`] names.
-//! - Stack traces are most of a snapshot's bytes. Their text is skipped while reading, so memory
-//!   grows with the number of objects and not with the file.
+//! - It keeps only what the snapshot reader uses: lists, dictionaries, whole numbers, and text.
 //! - An object fetched from the memo is the same object, not a copy, so shared frames are stored
 //!   once.
-//! - [`read_with_details`] also keeps text, call stacks and times, in a compact form: `details`
-//!   describes it.
+//! - Stack traces are most of a snapshot's bytes. Text, call stacks and events are kept in a compact
+//!   form, which `details` describes, so memory does not grow with the file alone.
 //! - Protocols 2 to 5 are supported, of Python's pickler and of PyTorch's own. The latter marks
 //!   values with their types by calls. A call evaluates to its first argument.
 
@@ -33,8 +30,6 @@ const NEWEST: u8 = 5;
 /// The maximum number of objects and items, of 16 to 40 bytes each. A snapshot of a million events
 /// has some ten million.
 const MOST: usize = 1 << 26;
-/// The longest string that can be a [`Word`].
-const LONGEST: u64 = 24;
 /// The longest line of text in a pickle: numbers and names of classes.
 const LINE: u64 = 1 << 10;
 /// The bytes that are kept of a longer text.
@@ -45,8 +40,7 @@ const TEXT: u64 = 1 << 12;
 pub(crate) struct Objects {
     lists: Vec<ListBody>,
     dicts: Vec<DictBody>,
-    /// `None` if details are not kept.
-    details: Option<Box<Details>>,
+    details: Details,
 }
 
 #[derive(Debug)]
@@ -78,13 +72,11 @@ impl Objects {
         }
     }
 
-    /// Takes the names and call stacks, which are empty if details were not kept. The numbers of
-    /// [`Value::Text`] and [`Value::Stack`] are those of these tables.
+    /// Takes the names and call stacks. The numbers of [`Value::Text`] and [`Value::Stack`] are
+    /// those of these tables.
     pub(crate) fn take_tables(&mut self) -> (NameTable, StackTable) {
-        let tables = |details: &mut Box<Details>| {
-            (std::mem::take(&mut details.names), std::mem::take(&mut details.stacks))
-        };
-        self.details.as_mut().map(tables).unwrap_or_default()
+        let details = &mut self.details;
+        (std::mem::take(&mut details.names), std::mem::take(&mut details.stacks))
     }
 
     /// Returns whether the value is a dictionary.
@@ -99,7 +91,7 @@ impl Objects {
             DictBody::Pairs(pairs) => {
                 pairs.iter().find(|(key, _)| *key == word).map(|&(_, value)| value)
             }
-            DictBody::Event(event) => self.details.as_ref()?.events.get(*event as usize)?.get(word),
+            DictBody::Event(event) => self.details.events.get(*event as usize)?.get(word),
             DictBody::Frame(_) => None,
         }
     }
@@ -178,25 +170,15 @@ impl error::Error for PickleError {
 /// # Errors
 /// [`PickleError`] with the first invalid instruction.
 pub(crate) fn read(reader: &mut dyn BufRead) -> Result<(Objects, Value), PickleError> {
-    bounded(reader, MOST, false)
-}
-
-/// As [`read`], and keeps text, call stacks and times.
-pub(crate) fn read_with_details(reader: &mut dyn BufRead) -> Result<(Objects, Value), PickleError> {
-    bounded(reader, MOST, true)
+    bounded(reader, MOST)
 }
 
 /// As [`read`], with a limit on objects and items.
-fn bounded(
-    reader: &mut dyn BufRead,
-    most: usize,
-    detailed: bool,
-) -> Result<(Objects, Value), PickleError> {
-    let details = detailed.then(Box::default);
+fn bounded(reader: &mut dyn BufRead, most: usize) -> Result<(Objects, Value), PickleError> {
     let mut machine = Machine {
         reader,
         at: 0,
-        objects: Objects { details, ..Objects::default() },
+        objects: Objects::default(),
         text: Vec::new(),
         stack: Vec::new(),
         marks: Vec::new(),
@@ -257,8 +239,7 @@ impl Machine<'_> {
     fn held(&self) -> usize {
         let Objects { lists, dicts, details } = &self.objects;
         let memos = self.memo.len() + self.scattered.len();
-        let details = details.as_ref().map_or(0, |details| details.held());
-        let objects = lists.len() + dicts.len() + self.items + details;
+        let objects = lists.len() + dicts.len() + self.items + details.held();
         objects + self.stack.len() + self.marks.len() + memos
     }
 
@@ -490,10 +471,6 @@ impl Machine<'_> {
     }
 
     fn string(&mut self, length: u64) -> Done {
-        let detailed = self.objects.details.is_some();
-        if length > LONGEST && !detailed {
-            return self.pass(length);
-        }
         self.text.clear();
         let read = (&mut self.reader).take(length.min(TEXT)).read_to_end(&mut self.text);
         let read = read.map_err(reading)? as u64;
@@ -504,11 +481,9 @@ impl Machine<'_> {
         if read < length {
             self.skip(length - read)?;
         }
-        let word = Word::of(&self.text).filter(|word| detailed || !word.is_detail());
-        let value = match (word, &mut self.objects.details) {
-            (Some(word), _) => Value::Word(word),
-            (None, Some(details)) => Value::Text(details.text(&self.text)),
-            (None, None) => Value::Other,
+        let value = match Word::of(&self.text) {
+            Some(word) => Value::Word(word),
+            None => Value::Text(self.objects.details.text(&self.text)),
         };
         self.stack.push(value);
         Ok(())
@@ -615,10 +590,10 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Turns a finished dictionary that is an event into a record, if details are kept.
+    /// Turns a finished dictionary that is an event into a record.
     fn compact_event(&mut self, value: Value) {
         let Objects { dicts, details, .. } = &mut self.objects;
-        if let (Value::Dict(place), Some(details)) = (value, details)
+        if let Value::Dict(place) = value
             && let Some(body) = dicts.get_mut(place as usize)
             && let DictBody::Pairs(pairs) = body
             && let Some(record) = EventRecord::of(pairs, details)
@@ -630,11 +605,9 @@ impl Machine<'_> {
         }
     }
 
-    /// Turns a finished list of frames into a call stack, if details are kept.
+    /// Turns a finished list of frames into a call stack.
     fn compact_stack(&mut self, value: Value) -> Value {
-        let (Value::List(place), true) = (value, self.objects.details.is_some()) else {
-            return value;
-        };
+        let Value::List(place) = value else { return value };
         let items = match self.objects.lists.get_mut(place as usize) {
             Some(ListBody::Items(items)) => std::mem::take(items),
             Some(ListBody::Stack(stack)) => return Value::Stack(*stack),
@@ -646,7 +619,7 @@ impl Machine<'_> {
             let [name, file, line] =
                 [Word::Name, Word::Filename, Word::Line].map(|word| self.objects.get(item, word));
             let Objects { dicts, details, .. } = &mut self.objects;
-            let (Value::Dict(frame), Some(details)) = (item, details) else { continue };
+            let Value::Dict(frame) = item else { continue };
             match dicts.get_mut(frame as usize) {
                 Some(DictBody::Frame(frame)) => frames.push(*frame),
                 Some(body @ DictBody::Pairs(_)) => {
@@ -660,7 +633,7 @@ impl Machine<'_> {
                 _ => {}
             }
         }
-        let stack = self.objects.details.as_mut().map_or(0, |details| details.stack(&frames));
+        let stack = self.objects.details.stack(&frames);
         if let Some(body) = self.objects.lists.get_mut(place as usize) {
             *body = ListBody::Stack(stack);
         }
@@ -700,11 +673,9 @@ mod tests {
         // Lists; one item repeated; marks; memos that are not consecutive.
         let endless: [(&[u8], &[u8]); 4] =
             [(b"\x80\x04", b"]"), (b"\x80\x04]", b"Na"), (b"\x80\x04", b"("), (b"\x80\x04]", b"2")];
-        for ((head, body), detailed) in
-            endless.into_iter().flat_map(|form| [(form, false), (form, true)])
-        {
+        for (head, body) in endless {
             let bytes = [head, &body.repeat(5000)].concat();
-            let error = bounded(&mut bytes.as_slice(), 1000, detailed).map(|_| ()).unwrap_err();
+            let error = bounded(&mut bytes.as_slice(), 1000).map(|_| ()).unwrap_err();
             assert!(matches!(error.fault, PickleFault::TooLarge(1000)), "{body:?}: {error}");
             assert!(error.to_string().contains("more than 1000 objects and items"), "{error}");
             assert!(error.at < 3000, "{body:?}: {error}");

@@ -4,15 +4,12 @@ macro_rules! words {
     ($($word:ident = $text:literal),+ $(,)?) => {
         /// A key or a value of a snapshot: an action, a location or the state of a block.
         ///
-        /// The reader keeps these strings and the writer takes them from here. Keys that only the
-        /// writer has are not in the list.
+        /// The reader keeps these strings by number.
         #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-        #[cfg_attr(not(feature = "read"), expect(dead_code, reason = "some are only read"))]
         pub(crate) enum Word { $(#[doc = concat!("`", $text, "`")] $word),+ }
 
         impl Word {
             /// Returns the word with this text, if there is one.
-            #[cfg(feature = "read")]
             pub(crate) fn of(text: &[u8]) -> Option<Self> {
                 match text {
                     $(text if text == $text.as_bytes() => Some(Self::$word),)+
@@ -72,25 +69,16 @@ words! {
     End = "END",
 }
 
-#[cfg(feature = "read")]
-impl Word {
-    /// Returns whether only a history has a use for the word, and a replay has none.
-    pub(super) fn is_detail(self) -> bool {
-        self as u8 >= Self::Frames as u8
-    }
-}
-
 /// A value in a pickle.
-#[cfg(feature = "read")]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Value {
     /// A whole number that fits into 64 bits.
     Int(i64),
     /// A known string.
     Word(Word),
-    /// Another string, by its number. Only with details.
+    /// Another string, by its number.
     Text(u32),
-    /// A call stack, by its number. Only with details.
+    /// A call stack, by its number.
     Stack(u32),
     /// A list, or a tuple that contains objects, by its index.
     List(u32),
@@ -100,7 +88,7 @@ pub(crate) enum Value {
     Other,
 }
 
-#[cfg(all(test, feature = "read"))]
+#[cfg(test)]
 mod tests {
     use super::*;
 
@@ -109,6 +97,5 @@ mod tests {
         assert_eq!(Word::of(b"segment_map"), Some(Word::SegmentMap));
         assert_eq!(Word::of(Word::FreeCompleted.text().as_bytes()), Some(Word::FreeCompleted));
         assert_eq!(Word::of(b"pool_id"), None);
-        assert!(Word::Frames.is_detail() && !Word::Inactive.is_detail());
     }
 }

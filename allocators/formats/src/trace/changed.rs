@@ -101,27 +101,10 @@ impl Trace {
                 *number = blocks.len() as u32;
                 blocks.push(self.blocks[step.block as usize]);
             }
+            debug_assert_ne!(*number, u32::MAX, "a block is allocated before its other steps");
             step.block = *number;
         }
         self.blocks = blocks;
-    }
-
-    /// Counts what the fields say about the steps.
-    fn count(&mut self) {
-        let (mut live, mut peak, mut frees) = (0_u64, 0, 0);
-        for step in &self.steps {
-            let bytes = self.blocks[step.block as usize].bytes;
-            match step.action {
-                TraceAction::Allocate => live += bytes,
-                TraceAction::Free => {
-                    live -= bytes;
-                    frees += 1;
-                }
-                TraceAction::Complete => {}
-            }
-            peak = peak.max(live);
-        }
-        (self.peak_live, self.live_at_end, self.frees) = (peak, live, frees);
     }
 
     /// Distributes the trace over `streams` streams, regardless of its original streams.

@@ -1,7 +1,8 @@
 //! Errors in traces: of rows, of names of generated traces, and of snapshots.
 
 use super::model::{EVENTS_HEADER, MAX_BLOCK, MAX_STREAMS, TraceDevice};
-use crate::{pickle::PickleError, rmm};
+use crate::pickle::PickleError;
+use crate::rmm;
 use std::{error, fmt, io};
 
 /// The error in a trace and its row. Row 1 is the header.
@@ -140,13 +141,6 @@ pub(crate) enum Fault {
     Snapshot(Box<SnapshotError>),
     /// A device is selected in a trace that does not name devices.
     NoDevices,
-    /// The selected device has no memory in the trace.
-    NoSuchDevice {
-        /// The selected device.
-        asked: u32,
-        /// The devices in the trace.
-        there: Vec<u32>,
-    },
     /// The selected device or pinned memory has no blocks in the input.
     NoSuchMemory {
         /// The selected device.
@@ -204,7 +198,7 @@ impl fmt::Display for Fault {
             Self::Header { found } => write!(
                 f,
                 "not a trace: the first row is {:?}; accepted are {:?} of this library, {:?} of RMM, \
-                 \"timestamp_us,…\" of RAFT, \"id,lower,upper,size\" of minimalloc, and snapshots of PyTorch",
+                 and snapshots of PyTorch",
                 Clipped(found),
                 EVENTS_HEADER,
                 rmm::HEADER
@@ -240,14 +234,6 @@ impl fmt::Display for Fault {
             Self::NoDevices => f.write_str(
                 "it has no devices to choose from: neither a field `device` nor a snapshot of PyTorch's",
             ),
-            Self::NoSuchDevice { asked, there } => {
-                write!(f, "nothing is allocated on device {asked} in it, but on ")?;
-                match there.as_slice() {
-                    [one] => write!(f, "device {one}"),
-                    [first, .., last] => write!(f, "{} devices from {first} to {last}", there.len()),
-                    [] => f.write_str("none"),
-                }
-            }
             Self::NoSuchMemory { asked, there } => {
                 write!(f, "nothing is allocated on device {asked} in it, but on ")?;
                 let names: Vec<_> = there.iter().take(8).map(ToString::to_string).collect();

@@ -5,12 +5,11 @@
 //! [`TraceFile`](aquifer_core::event::TraceFile) documents the format.
 
 use super::{
-    Fault, TraceDevice,
-    builder::{Builder, size, whole},
-    error::Name,
+    MAX_BLOCK, TraceDevice,
+    error::{Fault, Name},
 };
 use aquifer_core::event::BlockKind;
-use std::{borrow::Cow, collections::BTreeMap, fmt, str::FromStr};
+use std::{borrow::Cow, fmt, str::FromStr};
 
 /// The maximum number of fields in a row.
 const MOST: usize = 32;
@@ -27,7 +26,7 @@ pub(crate) struct Columns {
     thread: Option<usize>,
     refused_by: Option<usize>,
     /// Names of fields that are ignored.
-    pub(super) unknown: Vec<String>,
+    unknown: Vec<String>,
 }
 
 /// The operation of a row.
@@ -182,26 +181,6 @@ impl Columns {
             refused_by,
         })
     }
-
-    /// Adds one row.
-    pub(super) fn take(
-        &self,
-        text: &str,
-        row: u64,
-        builders: &mut BTreeMap<TraceDevice, Builder>,
-    ) -> Result<(), Fault> {
-        let EventRow { action, id, bytes, stream, device, kind, tag, .. } = self.parse(text)?;
-        let builder = builders.entry(device).or_insert_with(Builder::new);
-        match action {
-            RowAction::Allocate => builder.allocate_as(row, id, bytes, stream, kind, &tag),
-            RowAction::Free => builder.free(row, id, bytes, stream),
-            RowAction::Complete => builder.complete(row, id, bytes, stream),
-            _ => {
-                builder.skip();
-                Ok(())
-            }
-        }
-    }
 }
 
 /// Why a text names no device of a trace.
@@ -288,4 +267,34 @@ fn unescaped<'a>(name: &'static str, text: &'a str) -> Result<Cow<'a, str>, Faul
         bytes.extend(rest.bytes());
     }
     String::from_utf8(bytes).map(Into::into).map_err(|_| bad())
+}
+
+/// Parses an unsigned whole number.
+fn whole(name: &'static str, text: &str, expected: &'static str) -> Result<u64, Fault> {
+    decimal(text).ok_or_else(|| Fault::Field { name, found: text.to_owned(), expected })
+}
+
+/// Parses the size of a block.
+pub(crate) fn size(text: &str) -> Result<u64, Fault> {
+    let found = || text.to_owned();
+    if let Some(digits) = text.strip_prefix('-')
+        && !digits.is_empty()
+        && digits.bytes().all(|b| b.is_ascii_digit())
+    {
+        return Err(Fault::NoBytes { found: found() });
+    }
+    match decimal(text) {
+        Some(0) => Err(Fault::NoBytes { found: found() }),
+        Some(bytes) if bytes <= MAX_BLOCK => Ok(bytes),
+        // Digits that exceed 64 bits are still a size.
+        _ if !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit()) => {
+            Err(Fault::AbsurdSize { found: found() })
+        }
+        _ => Err(Fault::Field { name: "bytes", found: found(), expected: "a whole number" }),
+    }
+}
+
+/// Parses like the standard library, without the plus sign that it allows.
+fn decimal(text: &str) -> Option<u64> {
+    if text.starts_with('+') { None } else { text.parse().ok() }
 }

@@ -1,6 +1,5 @@
 //! A trace: its blocks and steps, and what is recorded about it.
 
-use aquifer_core::event::BlockKind;
 use std::{
     fmt,
     io::{self, Write},
@@ -23,10 +22,6 @@ pub enum TraceFormat {
     /// `Thread,Time,Action,Pointer,Size,Stream`, or `Event Type,Device ID,Address,…` of RMM before
     /// 0.15
     Rmm,
-    /// `timestamp_us,…,nvtx_depth,nvtx_range`: samples of the resources of RAFT and cuVS.
-    Raft,
-    /// `id,lower,upper,size`: a problem of minimalloc.
-    Minimalloc,
     /// No file: generated from a seed.
     Made,
     /// A memory snapshot of PyTorch.
@@ -40,8 +35,6 @@ impl TraceFormat {
         match self {
             Self::Events => "events",
             Self::Rmm => "rmm",
-            Self::Raft => "raft",
-            Self::Minimalloc => "minimalloc",
             Self::Made => "made",
             Self::Snapshot => "snapshot",
         }
@@ -50,7 +43,7 @@ impl TraceFormat {
     /// Returns what the numbers of its steps count.
     pub(crate) fn unit(self) -> &'static str {
         match self {
-            Self::Events | Self::Rmm | Self::Raft | Self::Minimalloc => "row",
+            Self::Events | Self::Rmm => "row",
             Self::Made => "step",
             Self::Snapshot => "event",
         }
@@ -125,6 +118,16 @@ pub enum TraceDevice {
     Host(Option<u32>),
 }
 
+impl TraceDevice {
+    /// Returns the ordinal of a device.
+    pub(crate) fn gpu(&self) -> Option<u32> {
+        match self {
+            Self::Gpu(device) => Some(*device),
+            Self::Host(_) => None,
+        }
+    }
+}
+
 impl fmt::Display for TraceDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -168,11 +171,6 @@ pub struct Trace {
     pub frees: u64,
     /// Bytes of the blocks that are never freed.
     pub live_at_end: u64,
-    /// Rows that a replay cannot repeat: failed requests, and requests of zero bytes.
-    pub skipped: u64,
-    /// The file's contents by device, kind and tag, including what is not replayed. Empty if the
-    /// file does not record them.
-    pub memory: Vec<(TraceDevice, TraceAccount)>,
     /// The device of this memory, if the file distinguishes devices.
     pub device: Option<u32>,
     /// The devices that have blocks in the file. Empty if it does not distinguish devices.
@@ -181,11 +179,55 @@ pub struct Trace {
     pub notes: Vec<String>,
     /// Rows of a log that could not be read. What they allocate is missing here.
     pub unreadable: u64,
-    /// Facts about the snapshot, if the input is one.
-    pub snapshot: Option<SnapshotFacts>,
 }
 
 impl Trace {
+    /// Creates a trace of these blocks and steps.
+    pub(crate) fn of_steps(
+        format: TraceFormat,
+        blocks: Vec<TraceBlock>,
+        steps: Vec<TraceStep>,
+        streams: u32,
+    ) -> Self {
+        let (device, devices, notes, unreadable) = (None, Vec::new(), Vec::new(), 0);
+        let (peak_live, frees, live_at_end) = (0, 0, 0);
+        let mut trace = Self {
+            format,
+            blocks,
+            steps,
+            streams,
+            peak_live,
+            frees,
+            live_at_end,
+            device,
+            devices,
+            notes,
+            unreadable,
+        };
+        trace.count();
+        trace
+    }
+
+    /// Counts what the fields say about the steps.
+    pub(super) fn count(&mut self) {
+        let (mut live, mut peak, mut frees) = (0_u64, 0, 0);
+        for step in &self.steps {
+            let bytes = self.blocks[step.block as usize].bytes;
+            match step.action {
+                TraceAction::Allocate => live += bytes,
+                TraceAction::Free => {
+                    live -= bytes;
+                    frees += 1;
+                }
+                TraceAction::Complete => {}
+            }
+            peak = peak.max(live);
+        }
+        debug_assert!(frees <= self.blocks.len() as u64, "a block is freed once");
+        debug_assert!(self.steps.len() as u64 >= self.blocks.len() as u64 + frees);
+        (self.peak_live, self.live_at_end, self.frees) = (peak, live, frees);
+    }
+
     /// Returns what the numbers of its steps count.
     pub fn unit(&self) -> &'static str {
         self.format.unit()
@@ -300,38 +342,4 @@ impl Trace {
     pub(crate) fn crossings(&self) -> u64 {
         self.blocks.iter().filter(|block| block.crosses()).count() as u64
     }
-}
-
-/// Totals of the blocks of one kind and one tag.
-///
-/// See the example of [`Trace`].
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct TraceAccount {
-    /// Their kind.
-    pub kind: BlockKind,
-    /// Their tag. Empty if the input has none.
-    pub tag: String,
-    /// The number of allocations.
-    pub allocations: u64,
-    /// The number of blocks that are still allocated.
-    pub blocks: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// The peak of allocated bytes.
-    pub peak: u64,
-}
-
-/// Facts about a snapshot besides its trace.
-///
-/// See the example of [`Trace`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct SnapshotFacts {
-    /// The index of the device whose events are played.
-    pub device: usize,
-    /// The number of devices.
-    pub devices: usize,
-    /// Blocks that existed before the first event, including those freed with an open use.
-    pub blocks_at_start: u64,
-    /// Their bytes.
-    pub bytes_at_start: u64,
 }

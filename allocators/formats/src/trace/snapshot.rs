@@ -1,5 +1,4 @@
-//! Memory snapshots, as written by `torch.cuda.memory._dump_snapshot()` and by
-//! [`MemorySnapshot`](crate::MemorySnapshot).
+//! Memory snapshots, as written by `torch.cuda.memory._dump_snapshot()`.
 //!
 //! - `device_traces` is a list of events for each device, oldest first. `alloc`, `free_requested`
 //!   and `free_completed` become `a`, `f` and `c`. Events of segments, `oom`, `snapshot` and
@@ -37,16 +36,14 @@
 //! appearance.
 
 use super::{
-    Fault, MAX_BLOCK, SnapshotFacts, Trace, TraceDevice, TraceError, TraceFormat,
-    builder::Builder,
-    error::{Name, SnapshotError, SnapshotPath},
-    log_event::Skips,
+    MAX_BLOCK, TraceDevice,
+    error::{Fault, SnapshotError, SnapshotPath},
+    skips::Skips,
 };
-use crate::pickle::{self, Objects, Value, Word};
+use crate::pickle::{Objects, Value, Word};
 use std::{
     borrow::Cow,
     collections::{BTreeMap, HashMap, HashSet},
-    io::BufRead,
     ops::Range,
 };
 
@@ -56,36 +53,6 @@ fn missing(place: SnapshotPath, part: &'static str, expected: &'static str) -> S
 
 fn invalid(error: SnapshotError) -> Fault {
     Fault::Snapshot(Box::new(error))
-}
-
-/// Reads a snapshot. `device` selects a device. The default is the one with the most events.
-///
-/// # Errors
-/// [`Fault::Snapshot`] with the first error, or any error of a trace.
-pub(super) fn read(reader: &mut dyn BufRead, device: Option<u32>) -> Result<Trace, TraceError> {
-    parse(reader, device).map_err(TraceError::whole)
-}
-
-fn parse(reader: &mut dyn BufRead, device: Option<u32>) -> Result<Trace, Fault> {
-    let (objects, root) = pickle::read(reader).map_err(|e| invalid(SnapshotError::Pickle(e)))?;
-    let parts = SnapshotParts::of(&objects, root)?;
-    let snapshot = parts.select(device.map(TraceDevice::Gpu))?;
-    let playback = snapshot.play();
-    let pinned = parts.pinned().map_or(0, |host| host.play().allocations());
-    let TraceDevice::Gpu(device) = snapshot.device else {
-        return Err(Fault::OnlyPinned { blocks: pinned });
-    };
-    let mut trace = playback.build(device as usize, parts.gpus)?;
-    let gpu = |device| match device {
-        TraceDevice::Gpu(device) => Some(device),
-        TraceDevice::Host(_) => None,
-    };
-    trace.devices = parts.with_blocks().into_iter().filter_map(gpu).collect();
-    if pinned > 0 {
-        let note = format!("{pinned} blocks of pinned host memory in the trace are left out");
-        trace.notes.push(note);
-    }
-    Ok(trace)
 }
 
 /// The lists of a snapshot.
@@ -137,7 +104,7 @@ pub(crate) struct Early {
     pub(crate) stream: u64,
     /// Whether it had already been freed.
     pub(crate) freed: bool,
-    /// Its call stack, if the snapshot has one. Only with details.
+    /// Its call stack, if the snapshot has one.
     pub(crate) stack: Value,
 }
 
@@ -157,7 +124,6 @@ pub(crate) struct PlayedEvent {
 pub(crate) struct Playback {
     early: Vec<Early>,
     pub(crate) events: Vec<PlayedEvent>,
-    skipped: u64,
     /// The bytes that blocks occupy, by their names, as far as the snapshot tells.
     pub(crate) occupied: HashMap<u64, u64>,
     /// Whether the snapshot has no events.
@@ -365,12 +331,9 @@ impl Snapshot<'_> {
                 Some(Value::Word(Word::FreeRequested)) => Deed::Free,
                 Some(Value::Word(Word::FreeCompleted)) => Deed::Complete,
                 Some(Value::Word(Word::Annotate)) => Deed::Annotate,
-                Some(Value::Word(Word::Oom)) => {
-                    player.played.skipped += 1;
-                    continue;
-                }
                 Some(Value::Word(
-                    Word::SegmentAlloc
+                    Word::Oom
+                    | Word::SegmentAlloc
                     | Word::SegmentFree
                     | Word::SegmentMap
                     | Word::SegmentUnmap
@@ -626,38 +589,6 @@ impl Playback {
     pub(crate) fn notes(&self) -> Vec<String> {
         let still = "the snapshot has no events: its blocks are shown as allocations, by address";
         self.is_still.then(|| still.to_owned()).into_iter().chain(self.skips.note()).collect()
-    }
-
-    fn build(self, device: usize, devices: usize) -> Result<Trace, Fault> {
-        let mut builder = Builder::new();
-        for &Early { id, bytes, stream, freed, .. } in self.early() {
-            builder.allocate(0, Name::Id(id), bytes, stream)?;
-            if freed {
-                builder.free(0, Name::Id(id), bytes, stream)?;
-            }
-        }
-        for &PlayedEvent { deed, id, bytes, stream, at } in &self.events {
-            let row = u64::from(at) + 1;
-            match deed {
-                Deed::Allocate => builder.allocate(row, Name::Id(id), bytes, stream)?,
-                Deed::Free => builder.free(row, Name::Id(id), bytes, stream)?,
-                Deed::Complete => builder.complete(row, Name::Id(id), bytes, stream)?,
-                Deed::Annotate => {}
-            }
-        }
-        (0..self.skipped).for_each(|_| builder.skip());
-        let (notes, is_still) = (self.notes(), self.is_still);
-        let finished = builder.finish(TraceFormat::Snapshot).map_err(TraceError::whole);
-        let mut trace = finished.map_err(|error| self.skips.explain(error).fault)?;
-        trace.notes.extend(notes);
-        let early = if is_still { &[] } else { self.early.as_slice() };
-        trace.snapshot = Some(SnapshotFacts {
-            device,
-            devices,
-            blocks_at_start: early.len() as u64,
-            bytes_at_start: early.iter().fold(0, |sum, early| sum.saturating_add(early.bytes)),
-        });
-        Ok(trace)
     }
 }
 

@@ -1,8 +1,9 @@
 //! Reads files as rows of fields.
 
 use super::{
-    Fault, TraceError,
+    TraceError,
     compressed::{self, NeedsMemory},
+    error::Fault,
 };
 use std::{
     fs::File,
@@ -89,11 +90,6 @@ impl TraceSource {
             Some(line) => Ok(Some((self.row, line))),
             None => Err(TraceError { row, fault: Fault::NoText }),
         }
-    }
-
-    /// Returns the text of a row that was cut off.
-    pub(crate) fn cut_row(&self) -> &str {
-        text(&self.line).unwrap_or_default()
     }
 }
 

@@ -53,7 +53,7 @@ fn what_the_library_writes_is_read_again() {
 fn what_the_library_writes_as_rmms_log_is_read_again_as_the_same_program() {
     let ours = written("as-ours", TraceFile::create, 64 << 20);
     let rmms = written("as-rmms", RmmLog::create, 64 << 20);
-    assert_eq!((rmms.format, rmms.skipped), (TraceFormat::Rmm, 1), "the request that was refused");
+    assert_eq!(rmms.format, TraceFormat::Rmm);
     let told = |trace: &Trace| {
         let blocks: Vec<_> = trace.blocks.iter().map(|b| (b.bytes, b.stream, b.freed_on)).collect();
         // RMM's log has no completions.

@@ -13,7 +13,10 @@ use aquifer_device::{
     StableBlock,
 };
 use aquifer_driver::{Access, CaptureMode, DeviceId, sim::Sim};
-use aquifer_formats::trace::{Trace, TraceAccount, TraceDevice};
+use aquifer_formats::{
+    history::MemoryHistory,
+    trace::{Trace, TraceDevice},
+};
 use aquifer_host::{
     PinnedBuf, PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology,
 };
@@ -106,14 +109,8 @@ impl Program {
         let trace = Trace::read(path, Some(ordinal)).unwrap_or_else(|e| panic!("{e}"));
         trace.check();
         assert_eq!(trace.device, Some(ordinal));
-        let bytes = |of: &dyn Fn(&TraceAccount) -> bool| -> u64 {
-            let here = trace
-                .memory
-                .iter()
-                .filter(|(device, account)| *device == TraceDevice::Gpu(ordinal) && of(account));
-            here.map(|(_, account)| account.bytes).sum()
-        };
-        assert_eq!(trace.live_at_end, bytes(&|_| true));
+        let history = MemoryHistory::read(path, Some(TraceDevice::Gpu(ordinal))).unwrap();
+        let of_kind = |kind| held(&history, |kind_of, _| kind_of == kind);
         let kinds = [
             (BlockKind::Stable, self.stable.bytes()),
             (BlockKind::Reserved, self.reserved.committed_bytes()),
@@ -121,13 +118,9 @@ impl Program {
             (BlockKind::Graph, self.of_graph.bytes()),
         ];
         for (kind, expected) in kinds {
-            assert_eq!(
-                bytes(&|account| account.kind == kind),
-                expected,
-                "{kind:?} on device {ordinal}"
-            );
+            assert_eq!(of_kind(kind), expected, "{kind:?} on device {ordinal}");
         }
-        let cached = bytes(&|account| account.kind == BlockKind::Cached);
+        let cached = of_kind(BlockKind::Cached);
         let asked = self.cached.iter().map(Block::bytes).sum::<u64>();
         if guarded {
             // Blocks are recorded with their guards, freed ones until these are read.
@@ -143,10 +136,20 @@ impl Program {
             return;
         }
         for tag in tags() {
-            let held = bytes(&|account| account.tag == tag.name());
+            let held = held(&history, |_, tag_of| tag_of == tag.name());
             assert_eq!(held, self.pool.held_by(tag), "{tag} on device {ordinal}");
         }
     }
+}
+
+/// Returns the bytes of blocks that are held at the end, of a kind or with a tag.
+fn held(history: &MemoryHistory, fits: impl Fn(BlockKind, &str) -> bool) -> u64 {
+    let blocks = &history.blocks;
+    let fits = |&at: &usize| {
+        let (kind, tag) = (blocks.kind[at].unwrap(), history.names.get(blocks.tag[at]));
+        blocks.freed[at].is_infinite() && fits(kind, tag)
+    };
+    (0..blocks.len()).filter(fits).map(|at| blocks.requested[at]).sum()
 }
 
 /// Creates a pinned pool with some blocks, one of which was shrunk in place.
@@ -199,11 +202,12 @@ fn record(name: &str, change: impl Fn(&mut PoolConfig)) {
 
     let trace = Trace::read(&path, None).unwrap_or_else(|e| panic!("{e}"));
     trace.check();
-    let on_host = trace.memory.iter().filter(|(device, _)| matches!(device, TraceDevice::Host(_)));
-    let on_host: Vec<_> = on_host.map(|(_, account)| account).collect();
-    assert!(on_host.iter().all(|account| account.kind == BlockKind::Pinned));
+    let all = MemoryHistory::read_each(&path, None).unwrap();
+    let on_host = all.iter().filter(|of| matches!(of.device, Some(TraceDevice::Host(_))));
+    let on_host: Vec<_> = on_host.collect();
     let held = |tag: &str| {
-        on_host.iter().filter(|account| account.tag == tag).map(|a| a.bytes).sum::<u64>()
+        let is_tagged = |kind, tag_of: &str| kind == BlockKind::Pinned && tag_of == tag;
+        on_host.iter().map(|history| held(history, is_tagged)).sum::<u64>()
     };
     assert_eq!(held("") + held("scratch"), pinned.stats().memory.requested);
     assert_eq!((held("scratch"), held("")), (8000, MIB));
@@ -218,8 +222,7 @@ fn record(name: &str, change: impl Fn(&mut PoolConfig)) {
     drop((pools, recorder, config));
     for ordinal in [0, 1] {
         let trace = Trace::read(&path, Some(ordinal)).unwrap_or_else(|e| panic!("{e}"));
-        let left: Vec<_> = trace.memory.iter().filter(|(_, account)| account.bytes > 0).collect();
-        assert!(left.is_empty() && trace.live_at_end == 0, "{left:?}");
+        assert_eq!(trace.live_at_end, 0);
     }
     std::fs::remove_file(path).unwrap();
     assert!(sim.violations().is_empty(), "{:?}", sim.violations());

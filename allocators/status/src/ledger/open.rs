@@ -32,7 +32,7 @@ use std::{
 /// let member = Share::new().guarantee(40).join(Ledger::open(&folder, "GPU-1", 100)?)?;
 /// member.claim(30)?;
 ///
-/// // Another process, such as `aquifer doctor`.
+/// // Another process, such as `aquifer top`.
 /// let figures = Ledger::existing(&folder, "GPU-1")?.figures();
 /// assert_eq!((figures.capacity, figures.claimed(), figures.free()), (100, 30, 70));
 /// assert_eq!(figures.members[0].guarantee, 40);

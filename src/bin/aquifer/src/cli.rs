@@ -1,9 +1,6 @@
 //! The command line: its commands and flags, and the errors of parsing it.
 
-use crate::{
-    amount::{Amount, AmountError},
-    listen_address::ListenAddress,
-};
+use crate::amount::{Amount, AmountError};
 use aquifer_benches::console::place::DeviceChoice;
 use aquifer_benches::{Benchmark, RowSelection, StageOptions};
 use aquifer_device::PoolConfig;
@@ -11,7 +8,7 @@ use aquifer_formats::trace::TraceDevice;
 use aquifer_host::StagerConfig;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use clap_complete::Shell;
-use std::{path::PathBuf, str::FromStr, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, str::FromStr, time::Duration};
 
 /// How many operations of the trace the simulated device runs behind in `replay`, unless `--lag`
 /// says otherwise.
@@ -74,10 +71,22 @@ same bytes from pageable memory, and the copy from pinned memory, which is the l
     Stage(Stage),
     /// Show the memory of all processes of this user that use the library, live in the terminal
     #[command(after_help = "\
-Keys: arrows select a row and the column to sort by, r reverses, Enter unfolds, a
-unfolds all, + and - change the interval, ? explains, q ends. Without a terminal it
-prints one table. AQUIFER_STATUS names the folder that processes publish in, and
-AQUIFER_LEDGER that of the ledgers by which they share a memory, shown too.")]
+PHYSICAL      held from the driver or the kernel
+LIVE          in live blocks, in rounded sizes
+CACHED        free, can be allocated again
+PEAK          maximum of PHYSICAL; of several pools, their sum
+LIMIT         the tightest budget of the only pool
+PENDING       freed, waits for queued work
+LARGEST FREE  largest free extent at the last slow path, of CACHED
+WAIT/s        waits of streams and of the host
+GROW/s        growths by the driver or the kernel
+MOVE/s        physical handles moved
+
+A process stands for its device memory, or for its host memory if it has no other.
+outside: what the driver counts on a GPU beyond these pools. shared: a memory that
+processes share by a ledger, with its members. other: what is in use there and claimed
+by none of them. A process that dies is shown for 10 s. AQUIFER_STATUS names the folder
+that processes publish in, and AQUIFER_LEDGER that of the ledgers.")]
     Top(Top),
     /// Write the figures of all processes of this user as metrics for Prometheus
     #[command(after_help = "\
@@ -467,9 +476,9 @@ pub(crate) struct Metrics {
     /// Replace this file as a whole, for the textfile collector
     #[arg(short, long, value_name = "FILE", conflicts_with = "listen")]
     pub(crate) output: Option<PathBuf>,
-    /// Answer GET /metrics at 127.0.0.1:9464, localhost:PORT or unix:PATH
+    /// Answer GET /metrics at this address, such as 127.0.0.1:9464
     #[arg(long, value_name = "ADDRESS")]
-    pub(crate) listen: Option<ListenAddress>,
+    pub(crate) listen: Option<SocketAddr>,
     /// Also listen on an address that other machines can reach: all of them can then read the
     /// figures, without a password or encryption
     #[arg(long, requires = "listen")]

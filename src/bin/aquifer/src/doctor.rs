@@ -16,7 +16,6 @@ mod probe;
 mod screen;
 mod transports;
 
-use crate::ledgers;
 use aquifer_benches::console::gpu::Gpus;
 use facts::Facts;
 use probe::Probe;
@@ -33,5 +32,5 @@ pub(crate) fn diagnose() -> Diagnosis {
         Err(_) => Vec::new(),
     };
     let findings = findings::conclude(&facts, &probes);
-    Diagnosis { facts, probes, findings, shared: ledgers::read() }
+    Diagnosis { facts, probes, findings }
 }

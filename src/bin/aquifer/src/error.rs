@@ -1,6 +1,5 @@
 //! Why a command has no result.
 
-use crate::listen_address::AddressError;
 use aquifer_benches::console::{foreign, place::NoPlace};
 use aquifer_benches::{BenchError, LoadError};
 use aquifer_core::{Bytes, MemoryError};
@@ -9,6 +8,7 @@ use aquifer_formats::trace::{TraceDevice, TraceError};
 use aquifer_status::StatusError;
 use std::{
     fmt, io,
+    net::SocketAddr,
     path::{Path, PathBuf},
 };
 
@@ -94,12 +94,12 @@ pub(crate) enum CommandError {
     Status(StatusError),
     /// The terminal returned an error.
     Terminal(io::Error),
-    /// The address of the server is refused.
-    Address(AddressError),
+    /// Other machines can reach the address of the server.
+    Exposed(SocketAddr),
     /// The address cannot be listened on.
     Listen {
         /// The address.
-        address: String,
+        address: SocketAddr,
         /// The error of the system.
         error: io::Error,
     },
@@ -171,7 +171,11 @@ impl fmt::Display for CommandError {
             Self::Load(e) => e.fmt(f),
             Self::Status(e) => e.fmt(f),
             Self::Terminal(e) => write!(f, "the terminal cannot be used: {e}"),
-            Self::Address(e) => e.fmt(f),
+            Self::Exposed(address) => write!(
+                f,
+                "other machines can reach {address}, and nothing is asked of them; listen on \
+                 127.0.0.1, or accept that by --expose-to-network"
+            ),
             Self::Listen { address, error } => {
                 write!(f, "{address} cannot be listened on: {error}")
             }

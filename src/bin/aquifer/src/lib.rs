@@ -11,7 +11,6 @@
 //! | `metrics` | the same for Prometheus |
 //! | `doctor` | the report on this machine |
 //! | `ledgers` | the memories that processes share |
-//! | `listen_address` | where to listen, and what is refused |
 //! | `amount` | amounts of memory |
 //! | `error` | why a command has no result |
 //! | `output` | files that appear whole or not at all, and rows on the screen |
@@ -29,7 +28,6 @@ mod cli;
 mod doctor;
 mod error;
 mod ledgers;
-mod listen_address;
 mod metrics;
 mod output;
 mod plan;
@@ -38,7 +36,7 @@ mod report;
 mod top;
 
 use aquifer_benches::console::{foreign::printable, layout::wrap};
-use aquifer_formats::trace::made::{WORKLOADS, asks_for_list};
+use aquifer_formats::history::made::{WORKLOADS, asks_for_list};
 use cli::{Command, Refused};
 use error::CommandError;
 use serde_json::json;
@@ -128,10 +126,7 @@ fn execute(command: Command) -> Result<Printed, CommandError> {
             let text = if args.json { report.to_json() } else { report.to_screen() };
             judged(text, report.is_whole())
         }
-        Command::Top(args) => match top::run(&args)? {
-            Some(text) => judged(text, true),
-            None => Ok(Printed::Raw(Vec::new())),
-        },
+        Command::Top(args) => judged(top::run(&args)?, true),
         Command::Metrics(args) => Ok(Printed::Raw(metrics::run(&args)?.into_bytes())),
         Command::Doctor(args) => {
             let diagnosis = doctor::diagnose();

@@ -5,13 +5,11 @@
 //! | `families` | the metrics: names, types, help, and figures |
 //! | `exposition` | the text of one reading of all processes |
 //! | `ledgers` | the text of the memories that processes share |
-//! | `request` | parsing of HTTP requests |
 //! | `server` | the server, and bounds for its clients |
 
 mod exposition;
 mod families;
 mod ledgers;
-mod request;
 mod server;
 
 use crate::{cli, error::CommandError, output};
@@ -26,13 +24,15 @@ pub(crate) fn run(args: &cli::Metrics) -> Result<String, CommandError> {
     let folder = StatusFolder::open().map_err(CommandError::Status)?;
     let bounds = Bounds { processes: args.most_processes, pools: args.most_pools };
     let text = || exposition::text(&folder, bounds).map(|text| text + &ledgers::text(bounds.pools));
-    if let Some(address) = &args.listen {
-        address.check(args.expose_to_network).map_err(CommandError::Address)?;
+    if let Some(address) = args.listen {
+        if !address.ip().is_loopback() && !args.expose_to_network {
+            return Err(CommandError::Exposed(address));
+        }
         // An unreadable folder is an error now, and not only at the first request.
         text().map_err(CommandError::Status)?;
         return server::serve(address, args.expose_to_network, text)
             .map(|()| String::new())
-            .map_err(|error| CommandError::Listen { address: address.to_string(), error });
+            .map_err(|error| CommandError::Listen { address, error });
     }
     let text = text().map_err(CommandError::Status)?;
     match &args.output {

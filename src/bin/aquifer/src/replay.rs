@@ -165,7 +165,6 @@ fn describe(
         split: args.streams,
         plan: checked.plan,
         change: args.change,
-        snapshot: trace.snapshot,
         peak_live: trace.peak_live,
         peak_active: trace.peak_active(),
         live_at_end: trace.live_at_end,
@@ -180,7 +179,6 @@ fn describe(
         violations: checked.verdict.violations,
         leaked: checked.leaked,
         fit: None,
-        memory: trace.memory.clone(),
         of_device: trace.device,
         notes: trace.notes.clone(),
     }

@@ -27,18 +27,6 @@ fn plans_of_recorded_programs_are_within_half_a_per_cent_of_the_peak() {
 }
 
 #[test]
-fn the_problem_that_minimalloc_publishes_has_the_plan_that_it_names() {
-    // The example of its documentation, in units of 512 bytes: a capacity of 12 units is enough.
-    let rows = [(0, 3), (3, 9), (0, 9), (9, 21), (0, 21)];
-    let row = |(id, (lower, upper))| format!("b{id},{lower},{upper},{}\n", 4 * 512);
-    let rows: String = (1..).zip(rows).map(row).collect();
-    let text = std::io::Cursor::new(format!("id,lower,upper,size\n{rows}"));
-    let trace = Trace::from_reader(text, None).expect("a problem");
-    let plan = Plan::make(&PlanBlock::of_trace(&trace), &tries(1)).unwrap();
-    assert_eq!((plan.top(), plan.lower_bound()), (12 * 512, 12 * 512));
-}
-
-#[test]
 fn plans_of_generated_programs_are_close_to_the_peak_where_a_close_one_is_known() {
     for (name, bound) in [
         ("growing-kv", 1.005),

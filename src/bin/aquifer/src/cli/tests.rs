@@ -84,10 +84,10 @@ fn a_mistake_is_told_in_one_line() {
         ("aquifer top --interval 1e9s", "invalid value '1e9s' for '--interval <TIME>'"),
         (
             "aquifer metrics --listen 9464",
-            "invalid value '9464' for '--listen <ADDRESS>': an address is",
+            "invalid value '9464' for '--listen <ADDRESS>': invalid socket address",
         ),
         (
-            "aquifer metrics -o f --listen unix:s",
+            "aquifer metrics -o f --listen 127.0.0.1:1",
             "the argument '--output <FILE>' cannot be used with '--listen",
         ),
         ("aquifer doctor now", "unexpected argument 'now' found"),

@@ -4,14 +4,12 @@ use super::{
     facts::{Facts, Finding, Gpu, Kind, gigabytes},
     probe::{PROBE_BYTES, Probe},
 };
-use crate::ledgers::{self, SharedMemory};
 use aquifer_benches::console::{json, layout::wrap};
 use aquifer_core::Bytes;
 use aquifer_host::{
     region::PinnedBy,
     topology::{ThpMode, Topology},
 };
-use aquifer_status::ledger::LedgerError;
 use serde_json::{Value, json};
 
 /// Columns of the page.
@@ -27,8 +25,6 @@ pub(crate) struct Diagnosis {
     pub(super) facts: Facts,
     pub(super) probes: Vec<Probe>,
     pub(super) findings: Vec<Finding>,
-    /// The memories that processes of this user share.
-    pub(super) shared: Result<Vec<SharedMemory>, LedgerError>,
 }
 
 impl Diagnosis {
@@ -65,9 +61,6 @@ fn facts(diagnosis: &Diagnosis) -> Vec<(String, String)> {
     }
     for probe in &diagnosis.probes {
         say("probe", self::probe(probe));
-    }
-    for line in ledgers::lines(&diagnosis.shared) {
-        say("shared", line);
     }
     facts
 }
@@ -239,7 +232,6 @@ fn json(diagnosis: &Diagnosis) -> String {
             }),
         ),
         ("facts", Value::Array(facts.collect())),
-        ("shared", ledgers::as_json(&diagnosis.shared)),
         ("gets", says(Kind::Gets)),
         ("not_more", says(Kind::Limit)),
         ("warnings", Value::Array(warnings.collect())),

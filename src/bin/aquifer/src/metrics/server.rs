@@ -1,151 +1,69 @@
-//! The server: a thread for each client, within bounds of time, size and number.
+//! The server: answers `GET /metrics`, with a thread for each client, until a signal ends the
+//! program.
 //!
-//! - A client has to send its request within 5 s, and to receive the answer within 15 s.
-//! - When all places are taken, the client that came first has to go, so that slow clients cannot
-//!   keep others out.
+//! - A client has to send its request within 5 s, and each write of the answer may take 15 s.
 //! - One reading of all processes serves all clients that asked before it began.
-//! - It ends by SIGINT, SIGTERM or SIGHUP.
 
-use super::request::{self, Answer, MOST_BYTES};
-use crate::listen_address::ListenAddress;
-use aquifer_benches::console::foreign::printable;
 use aquifer_status::StatusError;
-use nix::{
-    errno::Errno,
-    poll::{PollFd, PollFlags, PollTimeout, poll},
-    sys::stat::{Mode, umask},
-};
-use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGTERM},
-    flag,
-};
 use std::{
-    collections::VecDeque,
-    fs,
     io::{self, Read, Write},
-    net::{Shutdown, TcpListener, TcpStream},
-    os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::{
-            fs::{FileTypeExt, MetadataExt},
-            net::{UnixListener, UnixStream},
-        },
-    },
-    path::{Path, PathBuf},
+    net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream},
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicUsize, Ordering},
     },
     thread,
     time::{Duration, Instant},
 };
 
-/// Most clients at one time.
-const MOST_CLIENTS: usize = 64;
+/// Most clients at one time. Others are turned away.
+const MOST_CLIENTS: usize = 256;
+/// Most bytes of a request.
+const MOST_BYTES: usize = 8 << 10;
 /// How long a client may take to send its request.
 const REQUEST_TIME: Duration = Duration::from_secs(5);
-/// How long a client may take to receive the answer.
+/// How long a write of the answer may take.
 const ANSWER_TIME: Duration = Duration::from_secs(15);
-/// How long the server waits for the client to close. Without that, bytes which the client still
-/// sends could reset the connection before it has read the answer.
-const DRAIN_TIME: Duration = Duration::from_secs(1);
-/// How long `poll` sleeps at most. A signal that arrives right before it waits this long.
-const PAUSE_MS: u16 = 100;
 /// The type of the text format.
 const CONTENT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Answers clients until a signal ends it. With `any_host` a request may name any host.
+/// Answers clients. With `any_host` a request may name any host.
 ///
 /// # Errors
 /// The system's error if the address cannot be listened on.
 pub(super) fn serve(
-    address: &ListenAddress,
+    address: SocketAddr,
     any_host: bool,
     text: impl Fn() -> Result<String, StatusError> + Sync,
 ) -> io::Result<()> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM, SIGHUP] {
-        flag::register(signal, stop.clone())?;
-    }
-    let listener = Listener::bind(address)?;
+    let listener = TcpListener::bind(address)?;
+    let address = listener.local_addr()?;
     // A failure to write to stderr cannot be reported.
-    let _ =
-        writeln!(io::stderr().lock(), "aquifer: metrics at {}", printable(&listener.address()?));
+    let _ = writeln!(io::stderr().lock(), "aquifer: metrics at http://{address}/metrics");
     let reading = SharedReading { text, last: Mutex::new(None) };
+    let clients = AtomicUsize::new(0);
     thread::scope(|threads| {
-        let (mut clients, mut leaving) = (VecDeque::new(), Vec::new());
-        let outcome = loop {
-            if stop.load(Ordering::Relaxed) {
-                break Ok(());
-            }
-            let mut polled = [PollFd::new(listener.fd(), PollFlags::POLLIN)];
-            let ready = match poll(&mut polled, PollTimeout::from(PAUSE_MS)) {
-                Ok(ready) => ready > 0,
-                Err(Errno::EINTR) => false,
-                Err(error) => break Err(error.into()),
-            };
-            clients.retain(|(_, thread): &Client<'_>| !thread.is_finished());
-            leaving.retain(|thread: &ClientThread<'_>| !thread.is_finished());
-            if !ready {
-                continue;
-            }
-            if leaving.len() >= MOST_CLIENTS {
-                // They wait for the reading that is under way.
+        for client in listener.incoming() {
+            let Ok(client) = client else {
+                // No file is left, for one: the loop does not spin.
                 thread::sleep(Duration::from_millis(10));
                 continue;
+            };
+            if clients.load(Ordering::Relaxed) >= MOST_CLIENTS {
+                continue;
             }
-            if clients.len() == MOST_CLIENTS {
-                end_first(&mut clients, &mut leaving);
-            }
-            let started = listener.accept().and_then(|stream| {
-                let client = Arc::new(stream);
-                let own = client.clone();
-                let reading = &reading;
-                let thread = thread::Builder::new().spawn_scoped(threads, move || {
-                    // A client that breaks off, or is too slow, has no answer.
-                    let _ = attend(&own, any_host, || reading.answer());
-                    let _ = own.shutdown(Shutdown::Both);
-                })?;
-                Ok((client, thread))
+            clients.fetch_add(1, Ordering::Relaxed);
+            let attended = thread::Builder::new().spawn_scoped(threads, || {
+                // A client that breaks off, or is too slow, has no answer.
+                let _ = attend(client, any_host, || reading.answer());
+                clients.fetch_sub(1, Ordering::Relaxed);
             });
-            match started {
-                Ok(client) => clients.push_back(client),
-                // The client has gone before it was accepted.
-                Err(error) if is_of_client(&error) => {}
-                // No file or thread is left, for one: a place is freed, and the loop does not spin.
-                Err(_) => {
-                    end_first(&mut clients, &mut leaving);
-                    thread::sleep(Duration::from_millis(10));
-                }
+            if attended.is_err() {
+                clients.fetch_sub(1, Ordering::Relaxed);
             }
-        };
-        while !clients.is_empty() {
-            end_first(&mut clients, &mut leaving);
         }
-        outcome
-    })
-}
-
-fn is_of_client(error: &io::Error) -> bool {
-    use io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
-    matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock)
-}
-
-/// The thread of a client.
-type ClientThread<'scope> = thread::ScopedJoinHandle<'scope, ()>;
-/// A client and its thread.
-type Client<'scope> = (Arc<TcpStream>, ClientThread<'scope>);
-
-/// Ends the connection of the client that came first. Its thread then ends too.
-fn end_first<'scope>(
-    clients: &mut VecDeque<Client<'scope>>,
-    leaving: &mut Vec<ClientThread<'scope>>,
-) {
-    if let Some((client, thread)) = clients.pop_front() {
-        // One that has closed already is what is wanted.
-        let _ = client.shutdown(Shutdown::Both);
-        leaving.push(thread);
-    }
+    });
+    Ok(())
 }
 
 /// The text of one reading, for all clients that asked before it began.
@@ -171,165 +89,96 @@ impl<F: Fn() -> Result<String, StatusError>> SharedReading<F> {
     }
 }
 
-/// Reads a request, answers it, and waits until the client has closed.
+/// Reads a request and answers it.
 fn attend(
-    mut client: &TcpStream,
+    mut client: TcpStream,
     any_host: bool,
     text: impl FnOnce() -> Option<Arc<str>>,
 ) -> io::Result<()> {
+    client.set_write_timeout(Some(ANSWER_TIME))?;
     let deadline = Instant::now() + REQUEST_TIME;
-    let (mut head, mut piece) = (Vec::new(), [0; 2048]);
-    let answer = loop {
-        let room = (MOST_BYTES - head.len()).min(piece.len());
-        let read = read_before(client, &mut piece[..room], deadline)?;
-        if read == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        head.extend_from_slice(&piece[..read]);
-        if let Some(answer) = request::answer(&head, any_host) {
-            break answer;
-        }
-    };
-    let response = match answer {
-        Answer::Refusal(status) => refusal(status),
-        Answer::Metrics { with_body } => match text() {
-            Some(text) => respond("200 OK", "", CONTENT, &text, with_body),
-            // The reason names paths of this user; the client gets none.
-            None => refusal("500 Internal Server Error"),
-        },
-    };
-    let deadline = Instant::now() + ANSWER_TIME;
-    let mut rest = response.as_bytes();
-    debug_assert!(response.ends_with("\n"), "an answer is whole");
-    while !rest.is_empty() {
-        client.set_write_timeout(Some(left_until(deadline)?))?;
-        match client.write(rest)? {
-            0 => return Err(io::ErrorKind::WriteZero.into()),
-            written => rest = &rest[written..],
+    let (mut request, mut piece) = (Vec::new(), [0; 2048]);
+    let is_whole = |request: &[u8]| request.windows(4).any(|end| end == b"\r\n\r\n");
+    while !is_whole(&request) && request.len() < MOST_BYTES {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // No time is left if it is zero, which the system refuses.
+        client.set_read_timeout(Some(left))?;
+        match client.read(&mut piece)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            read => request.extend_from_slice(&piece[..read]),
         }
     }
-    client.shutdown(Shutdown::Write)?;
-    let deadline = Instant::now() + DRAIN_TIME;
-    while read_before(client, &mut piece, deadline)? > 0 {}
-    Ok(())
-}
-
-fn read_before(mut client: &TcpStream, into: &mut [u8], deadline: Instant) -> io::Result<usize> {
-    client.set_read_timeout(Some(left_until(deadline)?))?;
-    client.read(into)
-}
-
-fn left_until(deadline: Instant) -> io::Result<Duration> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
-}
-
-/// Returns an answer with its status as the body.
-fn refusal(status: &str) -> String {
-    let allow = if status.starts_with("405") { "Allow: GET, HEAD\r\n" } else { "" };
-    respond(status, allow, "text/plain; charset=utf-8", &format!("{status}\n"), true)
-}
-
-/// Returns a whole answer. The connection ends with it.
-fn respond(status: &str, fields: &str, content: &str, body: &str, with_body: bool) -> String {
-    format!(
+    let asked = check(&String::from_utf8_lossy(&request), any_host);
+    let (status, content, body, with_body) = match asked.map(|body| (text(), body)) {
+        Ok((Some(text), with_body)) => ("200 OK", CONTENT, text, with_body),
+        // The reason names paths of this user; the client gets none.
+        Ok((None, _)) => ("500 Internal Server Error", "text/plain", "unreadable\n".into(), true),
+        Err(status) => (status, "text/plain", format!("{status}\n").into(), true),
+    };
+    let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {content}\r\nContent-Length: {}\r\n\
-         {fields}Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n\
-         Connection: close\r\n\r\n{}",
+         Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n",
         body.len(),
-        if with_body { body } else { "" }
-    )
+    );
+    client.write_all(head.as_bytes())?;
+    client.write_all(if with_body { body.as_bytes() } else { b"" })?;
+    client.shutdown(Shutdown::Both)
 }
 
-/// The socket that clients connect to. One in the file system is removed at the end.
-#[derive(Debug)]
-enum Listener {
-    Tcp(TcpListener),
-    Unix { listener: UnixListener, path: PathBuf, file: (u64, u64) },
-}
-
-impl Listener {
-    /// Listens. Of a socket in the file system, only this user can connect to it. One that no
-    /// process listens on is replaced.
-    fn bind(address: &ListenAddress) -> io::Result<Self> {
-        match address {
-            ListenAddress::Tcp(address) => {
-                let listener = TcpListener::bind(address)?;
-                listener.set_nonblocking(true)?;
-                Ok(Self::Tcp(listener))
-            }
-            ListenAddress::Unix(path) => {
-                remove_stale(path)?;
-                let listener = bind_private(path)?;
-                listener.set_nonblocking(true)?;
-                let found = fs::symlink_metadata(path)?;
-                let file = (found.dev(), found.ino());
-                Ok(Self::Unix { listener, path: path.clone(), file })
-            }
-        }
-    }
-
-    /// Accepts a client that waits. Any connected socket has the calls of a `TcpStream` that are
-    /// used here.
-    fn accept(&self) -> io::Result<TcpStream> {
-        match self {
-            Self::Tcp(listener) => listener.accept().map(|(stream, _)| stream),
-            Self::Unix { listener, .. } => {
-                listener.accept().map(|(stream, _)| OwnedFd::from(stream).into())
-            }
-        }
-    }
-
-    fn fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Tcp(listener) => listener.as_fd(),
-            Self::Unix { listener, .. } => listener.as_fd(),
-        }
-    }
-
-    /// Returns what a client is told to connect to: with port 0, the system has chosen one.
-    fn address(&self) -> io::Result<String> {
-        match self {
-            Self::Tcp(listener) => Ok(format!("http://{}/metrics", listener.local_addr()?)),
-            Self::Unix { path, .. } => Ok(format!("unix:{}", path.display())),
-        }
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Self::Unix { path, file, .. } = self {
-            // Another process may have put its own there meanwhile.
-            let found = fs::symlink_metadata(&path).map(|found| (found.dev(), found.ino()));
-            if found.is_ok_and(|found| found == *file) {
-                // What is left is replaced by the next one that listens there.
-                let _ = fs::remove_file(path);
-            }
-        }
-    }
-}
-
-/// Binds a socket of mode 0600. The mode cannot be changed afterwards without a moment in which
-/// others may connect, and the mask is the process's: it has one thread yet.
-fn bind_private(path: &Path) -> io::Result<UnixListener> {
-    let before = umask(Mode::S_IXUSR | Mode::S_IRWXG | Mode::S_IRWXO);
-    let bound = UnixListener::bind(path);
-    umask(before);
-    bound
-}
-
-/// Removes a socket that no process listens on.
-fn remove_stale(path: &Path) -> io::Result<()> {
-    let found = match fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        found => found?,
+/// Returns whether the answer has the metrics, or their head alone, or why the request is refused.
+///
+/// Unless any host may be named, it must be this machine by a number or as `localhost`: a web page
+/// whose name an attacker resolves to 127.0.0.1 could otherwise read the figures.
+fn check(request: &str, any_host: bool) -> Result<bool, &'static str> {
+    let mut lines = request.lines();
+    let mut words = lines.next().unwrap_or_default().split(' ');
+    let (Some(method), Some(target), Some("HTTP/1.1" | "HTTP/1.0"), None) =
+        (words.next(), words.next(), words.next(), words.next())
+    else {
+        return Err("400 Bad Request");
     };
-    if !found.file_type().is_socket() {
-        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "it exists and is no socket"));
+    let fields = lines.filter_map(|line| line.split_once(':'));
+    let mut hosts = fields.filter(|(name, _)| name.eq_ignore_ascii_case("host"));
+    if !any_host && !hosts.all(|(_, host)| is_own_name(host.trim())) {
+        return Err("403 Forbidden");
     }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path),
-        Err(error) => Err(error),
-        Ok(_) => Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there")),
+    match (method, target.split('?').next()) {
+        ("GET", Some("/metrics")) => Ok(true),
+        ("HEAD", Some("/metrics")) => Ok(false),
+        ("GET" | "HEAD", _) => Err("404 Not Found"),
+        _ => Err("405 Method Not Allowed"),
+    }
+}
+
+/// Returns whether a host is a number or `localhost`, with any port.
+fn is_own_name(host: &str) -> bool {
+    let bracketed = host.strip_prefix('[').and_then(|host| host.split_once(']'));
+    let name = bracketed.map_or_else(|| host.split(':').next().unwrap_or_default(), |(ip, _)| ip);
+    name.is_empty() || name.eq_ignore_ascii_case("localhost") || name.parse::<IpAddr>().is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scrapes_are_answered_and_everything_else_is_refused() {
+        for (request, expected) in [
+            ("GET /metrics HTTP/1.1\r\nHost: localhost:9464\r\n\r\n", Ok(true)),
+            ("GET /metrics?a=b HTTP/1.0\r\n\r\n", Ok(true)),
+            ("GET /metrics HTTP/1.1\r\nhost: [::1]:1\r\n\r\nrest", Ok(true)),
+            ("HEAD /metrics HTTP/1.1\r\nHost: 10.1.2.3\r\n\r\n", Ok(false)),
+            ("GET / HTTP/1.1\r\n\r\n", Err("404 Not Found")),
+            ("GET /metrics/../x HTTP/1.1\r\n\r\n", Err("404 Not Found")),
+            ("POST /metrics HTTP/1.1\r\n\r\n", Err("405 Method Not Allowed")),
+            ("GET /metrics HTTP/2.0\r\n\r\n", Err("400 Bad Request")),
+            ("GET  /metrics HTTP/1.1\r\n\r\n", Err("400 Bad Request")),
+            ("GET /metrics HTTP/1.1\r\nHost: a.b\r\n\r\n", Err("403 Forbidden")),
+            ("GET /metrics HTTP/1.1\r\nHost: ::1\r\nHost: a.b\r\n\r\n", Err("403 Forbidden")),
+            ("\u{16}\u{3}\u{1}", Err("400 Bad Request")),
+        ] {
+            assert_eq!(check(request, false), expected, "{request:?}");
+        }
+        assert_eq!(check("GET /metrics HTTP/1.1\r\nHost: a.b\r\n\r\n", true), Ok(true));
     }
 }

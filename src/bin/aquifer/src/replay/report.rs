@@ -4,7 +4,6 @@ use super::{tally::Tally, work::Violations};
 use crate::cli::Allocator;
 use aquifer_benches::console::json;
 use aquifer_core::PoolStats;
-use aquifer_formats::trace::{SnapshotFacts, TraceAccount, TraceDevice};
 use serde_json::{Value, json};
 
 /// The complete result of a replay.
@@ -38,8 +37,6 @@ pub(crate) struct ReplayReport {
     pub(crate) plan: Option<PlanMatch>,
     /// How many of a hundred allocations were changed.
     pub(crate) change: Option<u32>,
-    /// Facts about the trace if it is a PyTorch snapshot.
-    pub(crate) snapshot: Option<SnapshotFacts>,
     /// The trace's peak of live bytes, in requested sizes.
     pub(crate) peak_live: u64,
     /// As `peak_live`, with a freed block counted until its recorded use by another stream is over.
@@ -69,8 +66,6 @@ pub(crate) struct ReplayReport {
     pub(crate) leaked: u64,
     /// The result of the search, if there was one.
     pub(crate) fit: Option<Search>,
-    /// The trace's contents by device, kind and tag, if it records them.
-    pub(crate) memory: Vec<(TraceDevice, TraceAccount)>,
     /// The device of the trace that was played, if the trace distinguishes devices.
     pub(crate) of_device: Option<u32>,
     /// Notes on the trace for the reader.
@@ -160,27 +155,6 @@ impl Round {
     }
 }
 
-fn of_memory((device, account): &(TraceDevice, TraceAccount)) -> Value {
-    json!({
-        "device": device.to_string(),
-        "kind": account.kind.name(),
-        "tag": account.tag,
-        "allocations": account.allocations,
-        "peak_bytes": account.peak,
-        "blocks_at_end": account.blocks,
-        "bytes_at_end": account.bytes,
-    })
-}
-
-fn of_snapshot(facts: SnapshotFacts) -> Value {
-    json!({
-        "device_index": facts.device,
-        "devices": facts.devices,
-        "blocks_at_start": facts.blocks_at_start,
-        "bytes_at_start": facts.bytes_at_start,
-    })
-}
-
 /// Returns `value` rounded to `digits` decimal places.
 fn rounded(value: f64, digits: i32) -> f64 {
     let scale = 10_f64.powi(digits);
@@ -257,9 +231,7 @@ impl ReplayReport {
             ("split", json!(self.split)),
             ("changed_per_cent", json!(self.change)),
             ("plan", json!(self.plan.map(PlanMatch::to_json))),
-            ("snapshot", self.snapshot.map_or(Value::Null, of_snapshot)),
             ("device_of_trace", json!(self.of_device)),
-            ("memory", self.memory.iter().map(of_memory).collect()),
             ("notes", json!(self.notes)),
             ("peak_live_bytes", json!(self.peak_live)),
             ("peak_active_bytes", json!(self.peak_active)),

@@ -12,9 +12,7 @@ use aquifer_benches::console::{
     figures::{Count, Nanoseconds, Of},
     layout::{clip, clip_middle, wrap},
 };
-use aquifer_core::{Bytes, event::BlockKind};
-use aquifer_formats::trace::TraceDevice;
-use std::collections::BTreeMap;
+use aquifer_core::Bytes;
 
 /// Lines of the screen.
 #[cfg(test)]
@@ -93,24 +91,10 @@ impl ReplayReport {
             ),
         );
         // Shown only if there is neither a failure nor a violation: the screen has no room for all.
-        if let (Some(facts), None, 0) = (self.snapshot, &self.failure, self.violations.count) {
-            row(
-                lines,
-                "snapshot",
-                &format!("device {}", facts.device),
-                &format!(
-                    "of {}; {} live at its start, {}",
-                    Count(facts.devices as u64),
-                    Of(facts.blocks_at_start, "block"),
-                    Bytes(facts.bytes_at_start)
-                ),
-            );
-        }
         if let (Some(device), None, 0) = (self.of_device, &self.failure, self.violations.count)
-            && (device > 0
-                || self.memory.iter().any(|(_, account)| account.kind != BlockKind::Cached))
+            && device > 0
         {
-            row(lines, "recorded on", &format!("device {device}"), &self.kinds(device));
+            row(lines, "recorded on", &format!("device {device}"), "");
         }
         row(
             lines,
@@ -169,17 +153,6 @@ impl ReplayReport {
             }
             None => {}
         }
-    }
-
-    /// Returns the blocks of a device by kind.
-    fn kinds(&self, device: u32) -> String {
-        let mut kinds = BTreeMap::<BlockKind, u64>::new();
-        for (_, account) in self.memory.iter().filter(|(of, _)| *of == TraceDevice::Gpu(device)) {
-            *kinds.entry(account.kind).or_default() += account.allocations;
-        }
-        let texts =
-            kinds.iter().map(|(kind, blocks)| format!("{}\u{a0}{}", Count(*blocks), kind.name()));
-        texts.collect::<Vec<_>>().join(", ")
     }
 
     fn cost(&self, lines: &mut Vec<String>) {

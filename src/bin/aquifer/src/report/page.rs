@@ -13,7 +13,7 @@
 //! | `groups.js` | groupings of blocks, their colours and patterns |
 //! | `sample.js`, `raster.js`, `find.js` | curves for the columns of the screen; blocks as pixels; blocks at a place |
 //! | `bands.js` | merged blocks: the cells of a page, their pixels, a cell at a place |
-//! | `gestures.js`, `keys.js`, `glyphs.js` | wheel, fingers and clicks; the keyboard; shapes of markers |
+//! | `gestures.js`, `keys.js`, `glyphs.js` | the wheel and clicks; the keyboard; shapes of markers |
 //! | `curves.js`, `map.js`, `block.js` | bytes over time; addresses over time; the selected block |
 //! | `instant.js` | what lives at an instant |
 //! | `summary.js`, `comparison.js`, `markers.js` | the head, where the memory was; two runs; failures and events |

@@ -1,7 +1,7 @@
 //! The memories that processes share, of one reading.
 
 use super::words::{bytes, fit};
-use crate::ledgers::{self, SharedMemory, json_of_member};
+use crate::ledgers::{self, SharedMemory};
 use aquifer_benches::console::foreign::printable;
 use aquifer_status::ledger::{LedgerError, LedgerFigures, LedgerMemory, MemberFigures};
 use serde_json::{Value, json};
@@ -49,29 +49,16 @@ impl SharedMemories {
         shared
     }
 
-    /// Returns at most `most` lines: each memory with its members. If there are more, each memory
-    /// has one line only, and the last line says how many are left out.
-    pub(super) fn lines(&self, width: usize, most: usize) -> Vec<String> {
-        let members: usize = self.ledgers.iter().map(|ledger| ledger.members.len()).sum();
-        let titles = usize::from(members > 0);
-        if self.ledgers.len() + members + titles <= most {
-            let titles = (members > 0).then(|| {
-                member_line("PID", "MEMBER", COLUMNS.map(|(title, _)| title.to_owned()), width)
-            });
-            let memories = self.ledgers.iter().flat_map(|ledger| {
-                let members = ledger.members.iter().map(|member| line_of_member(member, width));
-                std::iter::once(line_of_memory(ledger)).chain(members)
-            });
-            return titles.into_iter().chain(memories).collect();
-        }
-        let mut lines: Vec<String> = self.ledgers.iter().map(line_of_memory).collect();
-        if lines.len() > most {
-            let left_out = lines.len() - most.saturating_sub(1);
-            lines.truncate(most.saturating_sub(1));
-            lines.push(format!("shared: {left_out} more memories"));
-            lines.truncate(most);
-        }
-        lines
+    /// Returns the lines: each memory with its members.
+    pub(super) fn lines(&self, width: usize) -> Vec<String> {
+        let titles = self.ledgers.iter().any(|ledger| !ledger.members.is_empty()).then(|| {
+            member_line("PID", "MEMBER", COLUMNS.map(|(title, _)| title.to_owned()), width)
+        });
+        let memories = self.ledgers.iter().flat_map(|ledger| {
+            let members = ledger.members.iter().map(|member| line_of_member(member, width));
+            std::iter::once(line_of_memory(ledger)).chain(members)
+        });
+        titles.into_iter().chain(memories).collect()
     }
 
     /// Returns the ledgers as JSON.
@@ -145,18 +132,33 @@ fn json_of_memory(ledger: &LedgerFigures) -> Value {
         "claimed": ledger.claimed(),
         "free": ledger.free(),
         "unaccounted": ledger.unaccounted,
-        "members": ledger.members.iter().map(|m| json_of_member(m, "pid")).collect::<Vec<_>>(),
+        "members": ledger.members.iter().map(json_of_member).collect::<Vec<_>>(),
+    })
+}
+
+fn json_of_member(member: &MemberFigures) -> Value {
+    json!({
+        "pid": member.process,
+        "command": member.command,
+        "claimed": member.claimed,
+        "guarantee": member.guarantee,
+        "reserved": member.is_reserved,
+        "limit": member.limit,
+        "priority": member.priority,
+        "reclaimable": member.reclaimable,
+        "wanted": member.wanted,
     })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{super::words::width as columns_of, *};
+    use super::*;
     use aquifer_status::ledger::{Ledger, Share};
+    use console::measure_text_width as columns_of;
     use std::{env, fs, process};
 
     #[test]
-    fn members_of_shared_memory_fit_80_columns_and_give_way_to_the_memories() {
+    fn members_of_shared_memory_fit_80_columns() {
         let folder = env::temp_dir().join(format!("aquifer-top-shared-{}", process::id()));
         let open = |name: &str| Ledger::open(&folder, name, 96 << 20).unwrap();
         let name = "GPU-0123456789abcdef0123456789abcdef";
@@ -167,7 +169,7 @@ mod tests {
         drop(open("pinned-memory"));
         fs::write(folder.join("broken.ledger"), "noise").unwrap();
         let shared = SharedMemories::of(ledgers::read_folder(&folder));
-        let lines = shared.lines(80, 4);
+        let lines = shared.lines(80);
         assert_eq!(lines.len(), 4, "{lines:?}");
         assert!(lines.iter().all(|line| columns_of(line) <= 80), "{lines:?}");
         let memory =
@@ -176,9 +178,6 @@ mod tests {
         let end = "64.0 MiB  8.00 MiB      yes 80.0 MiB       -3         -";
         assert!(lines[2].ends_with(end), "{lines:?}");
         assert_eq!(lines[3], "shared pinned: 0 B of 96.0 MiB claimed, 96.0 MiB free");
-        assert_eq!(shared.lines(80, 2), [lines[1].clone(), lines[3].clone()]);
-        assert_eq!(shared.lines(80, 1), ["shared: 2 more memories"]);
-        assert!(shared.lines(80, 0).is_empty());
         assert!(shared.errors[0].starts_with("broken: the ledger cannot be used"), "{shared:?}");
         drop(member);
         fs::remove_dir_all(&folder).unwrap();

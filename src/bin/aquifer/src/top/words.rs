@@ -1,38 +1,13 @@
 //! Text, amounts and rates, in few columns.
 
-use ratatui::text::Span;
-
-/// Returns the columns of a character on a terminal.
-fn width_of(c: char) -> usize {
-    Span::raw(c.encode_utf8(&mut [0; 4]) as &str).width()
-}
-
-/// Returns the columns of a text.
-pub(super) fn width(text: &str) -> usize {
-    text.chars().map(width_of).sum()
-}
+use console::{Alignment, pad_str, truncate_str};
 
 /// Returns the text in exactly `columns` columns: cut, with an ellipsis, or filled with spaces.
 pub(super) fn fit(text: &str, columns: usize, right: bool) -> String {
-    let whole = width(text);
-    if whole <= columns {
-        let space = " ".repeat(columns - whole);
-        return if right { space + text } else { text.to_owned() + &space };
-    }
-    let (mut cut, mut used) = (String::new(), 0);
-    for c in text.chars() {
-        if used + width_of(c) >= columns {
-            break;
-        }
-        used += width_of(c);
-        cut.push(c);
-    }
-    if columns > 0 {
-        cut.push('…');
-        used += 1;
-    }
-    // A wide character may not have fitted.
-    cut + &" ".repeat(columns.saturating_sub(used))
+    let side = if right { Alignment::Right } else { Alignment::Left };
+    // A wide character may not fit before the ellipsis.
+    pad_str(&truncate_str(text, columns, if columns > 0 { "…" } else { "" }), columns, side, None)
+        .into_owned()
 }
 
 /// Returns an amount with three digits: `0 B`, `1.50 GiB`, `141 GiB`. At most eight columns.
@@ -67,12 +42,10 @@ pub(super) fn rate(rate: f64) -> String {
     }
 }
 
-/// What stands for a figure that is not known.
-pub(super) const UNKNOWN: &str = "–";
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use console::measure_text_width as width;
 
     #[test]
     fn texts_fill_exactly_their_columns() {

@@ -97,7 +97,10 @@ fn a_plan_is_of_one_device_and_of_a_chosen_one_where_there_are_several() {
     for (device, status) in [("0", 0), ("1", 1)] {
         let output = plan(&[&[&*trace][..], &gate, &[device]].concat());
         assert_eq!(output.status.code(), Some(status), "{}", text(&output.stdout));
-        assert!(text(&output.stderr).contains("1 blocks of pinned host memory"), "{output:?}");
+        assert!(
+            text(&output.stderr).contains("pinned host memory in the trace is left out"),
+            "{output:?}"
+        );
     }
 }
 
@@ -156,24 +159,6 @@ fn logs_of_rmm_and_snapshots_of_pytorch_are_planned() {
     );
     let value = json(&plan(&[&snapshot, "--json"]));
     assert!(number(&value["top_bytes"]) >= number(&value["peak_live_bytes"]), "{value}");
-}
-
-#[test]
-fn problems_of_minimalloc_and_samples_of_raft_are_planned_and_what_is_passed_over_is_said() {
-    let logs =
-        format!("{}/../../../allocators/formats/tests/data/logs", env!("CARGO_MANIFEST_DIR"));
-    for (name, peak, note) in [
-        ("problem.csv", 7680, "passed over: buffers that never live (1)"),
-        ("raft.csv", 3_407_872, "the log has levels and no blocks"),
-    ] {
-        let output = plan(&[&format!("{logs}/{name}"), "--json"]);
-        assert!(text(&output.stderr).contains(note), "{}", text(&output.stderr));
-        let value = json(&output);
-        assert_eq!(number(&value["peak_live_bytes"]), peak, "{name}");
-        assert!(value["notes"].to_string().contains(note), "{value}");
-        // Every size is a multiple of 512, and the best plan is known: no higher than the peak.
-        assert_eq!(number(&value["top_bytes"]), peak, "{name}");
-    }
 }
 
 #[test]

@@ -35,7 +35,6 @@ fn clean() -> ReplayReport {
         frees: 12_000,
         streams: 4,
         split: None,
-        snapshot: None,
         peak_live: 13_758_172_979,
         peak_active: 13_790_000_000,
         live_at_end: 0,
@@ -58,7 +57,6 @@ fn clean() -> ReplayReport {
         plan: None,
         change: None,
         fit: None,
-        memory: Vec::new(),
         of_device: None,
         notes: Vec::new(),
     }

@@ -138,7 +138,6 @@ pub(crate) fn program(folder: &Path, arguments: &[&str]) -> Command {
         .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
     let mut command = Command::new(path);
     command.args(arguments).env("AQUIFER_STATUS", folder).env("AQUIFER_LEDGER", folder);
-    command.env_remove("NO_COLOR");
     command
 }
 

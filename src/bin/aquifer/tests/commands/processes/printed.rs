@@ -74,7 +74,7 @@ fn figures_equal_those_of_each_process_and_reading_removes_no_file() {
 
     let page = printed(&folder, &["top"]);
     for part in &parts {
-        assert!(page.contains(&format!("{} - ", part.child.id())), "{page}");
+        assert!(page.contains(&format!("{} commands", part.child.id())), "{page}");
     }
     assert!(page.starts_with("4 processes in ") && page.contains("pinned"), "{page}");
     assert!(page.contains("device 0: NVIDIA H200 (simulated)"), "{page}");

@@ -27,31 +27,6 @@ function bandCell(run, cell) {
   };
 }
 
-// The next cell with merged blocks beside an area, in one of the directions of `neighbour`; -1 without one.
-function nextBandCell(run, area, direction, moment) {
-  const grid = run.bands?.grid;
-  if (!grid) return -1;
-  const { columns, rows, row_bytes: bytes, counts } = grid;
-  const middle = (area.a0 + area.a1) / 2;
-  let row = bandRow(grid, middle);
-  let column = Math.min(Math.floor((moment * columns) / (run.end || 1)), columns - 1);
-  if (direction === "left" || direction === "right") {
-    if (row < 0 || middle >= rows[row] + bytes) return -1;
-    const step = direction === "right" ? 1 : -1;
-    const isBeside = () => (step > 0 ? bandTime(run, column) >= area.t1 : bandTime(run, column + 1) <= area.t0);
-    for (; column >= 0 && column < columns; column += step) {
-      if (isBeside() && counts[row * columns + column] > 0) return row * columns + column;
-    }
-    return -1;
-  }
-  const step = direction === "up" ? 1 : -1;
-  const isBeside = () => (step > 0 ? rows[row] >= area.a1 : rows[row] + bytes <= area.a0);
-  for (row = Math.max(row, 0); row >= 0 && row < rows.length; row += step) {
-    if (isBeside() && counts[row * columns + column] > 0) return row * columns + column;
-  }
-  return -1;
-}
-
 // Draws the cells in view into the pixels of a raster: the denser the more occupied, with a hatch
 // finer than that of any group, through which the ground shows.
 function drawBands(raster, run, { t0, t1, a0, a1 }, colour, back) {

@@ -14,7 +14,7 @@ function showBlockPanel() {
   }
   if (i < 0) {
     fill(panel, make("h3", {}, "No block selected"),
-      make("p", {}, "Point at a block, or press an arrow key while the map has the focus. A click keeps the block here."));
+      make("p", {}, "Point at a block, or press m. A click keeps the block here."));
     return;
   }
   const { birth, freed, end, offset, bytes, requested, stream, thread, tag, stack, kind, metadata } = run.blocks;

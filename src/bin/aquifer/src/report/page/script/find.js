@@ -1,4 +1,4 @@
-// Finds blocks: under the pointer, beside the selected one, and all that live at an instant.
+// Finds blocks: under the pointer, and all that live at an instant.
 
 // The block at a time and an offset, or the nearest within the slack; -1 without one.
 function blockAt(run, t, a, slackTime, slackBytes) {
@@ -22,41 +22,6 @@ function blockAt(run, t, a, slackTime, slackBytes) {
     }
   }
   return near;
-}
-
-// The next block beside an area of the map: "left" and "right" in time at its addresses, "up" and
-// "down" in addresses at its time. `from` is a block to leave out. {index, distance}; index -1 without one.
-function nextBlock(run, area, direction, moment, from) {
-  const { birth, end, offset, bytes, count } = run.blocks;
-  const middle = (area.a0 + area.a1) / 2;
-  let [index, best] = [-1, Infinity];
-  for (let i = 0; i < count; i++) {
-    if (i === from) continue;
-    let distance;
-    if (direction === "left" || direction === "right") {
-      if (middle < offset[i] || middle >= offset[i] + bytes[i]) continue;
-      distance = direction === "right" ? birth[i] - area.t1 : area.t0 - end[i];
-    } else {
-      if (birth[i] > moment || end[i] <= moment) continue;
-      distance = direction === "up" ? offset[i] - area.a1 : area.a0 - offset[i] - bytes[i];
-    }
-    if (distance >= 0 && distance < best) [index, best] = [i, distance];
-  }
-  return { index, distance: best };
-}
-
-// The block or the cell of merged blocks that is next to an area, whichever is nearer: {index, cell}.
-function neighbour(run, area, direction, { t0, t1 }, from) {
-  const t = (Math.max(area.t0, t0) + Math.min(area.t1, t1)) / 2;
-  const moment = t >= area.t0 && t < area.t1 ? t : area.t0;
-  const { index, distance } = nextBlock(run, area, direction, moment, from);
-  const cell = nextBandCell(run, area, direction, moment);
-  if (cell < 0) return { index, cell };
-  const beside = bandCell(run, cell);
-  const far = {
-    left: area.t0 - beside.t1, right: beside.t0 - area.t1, up: beside.a0 - area.a1, down: area.a0 - beside.a1,
-  };
-  return index >= 0 && distance <= far[direction] ? { index, cell: -1 } : { index: -1, cell };
 }
 
 // Calls `each` for the blocks that are born and not yet reusable at a time.

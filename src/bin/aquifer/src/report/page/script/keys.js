@@ -8,10 +8,9 @@ const KEYS = [
   [["0"], "show all of the time and all addresses", showAll],
   [["+", "="], "zoom in at the cursor", () => zoomByKey(0.5)],
   [["-", "_"], "zoom out", () => zoomByKey(2)],
-  [["ArrowLeft"], "move the cursor back; in the map, select the block before", (map) => arrow("left", map)],
-  [["ArrowRight"], "move the cursor on; in the map, select the block after", (map) => arrow("right", map)],
-  [["ArrowUp"], "in the map, select the block above", (map) => map && selectNeighbour("up")],
-  [["ArrowDown"], "in the map, select the block below", (map) => map && selectNeighbour("down")],
+  [["ArrowLeft"], "move the cursor back", () => moveCursor(-1)],
+  [["ArrowRight"], "move the cursor on", () => moveCursor(1)],
+  [["m"], "select the largest block of what is shown below", selectLargest],
   [["Shift+ArrowLeft"], "pan back", () => pan(-0.2)],
   [["Shift+ArrowRight"], "pan on", () => pan(0.2)],
   [["Shift+ArrowUp"], "pan to higher addresses", () => panAddresses(0.2)],
@@ -56,15 +55,9 @@ function panAddresses(share) {
   setAddresses(a0 + (a1 - a0) * share, a1 + (a1 - a0) * share);
 }
 
-function arrow(direction, inMap) {
-  if (inMap) {
-    selectNeighbour(direction);
-    return;
-  }
+function moveCursor(steps) {
   const { x0, x1 } = state.view;
-  const step = (x1 - x0) * CURSOR_STEP * (direction === "left" ? -1 : 1);
-  const x = state.cursor === null ? (x0 + x1) / 2 : state.cursor + step;
-  setCursor(x);
+  setCursor(state.cursor === null ? (x0 + x1) / 2 : state.cursor + (x1 - x0) * CURSOR_STEP * steps);
   reveal(state.cursor);
 }
 
@@ -80,8 +73,8 @@ function onKey(event) {
   const pressing = target.closest("button, a, summary, label") && ["Enter", " "].includes(event.key);
   if (typing || pressing) return;
   const inPlot = target.closest(".plot");
-  // Up, down and pages scroll the page, unless the map has the focus.
-  const scrolls = ["ArrowUp", "ArrowDown", "PageUp", "PageDown"].includes(event.key);
+  // Pages scroll the page, unless the map has the focus.
+  const scrolls = ["PageUp", "PageDown"].includes(event.key);
   const inMap = inPlot === byId("map");
   if (scrolls && !inMap) return;
   const name = event.shiftKey && event.key.startsWith("Arrow") ? `Shift+${event.key}` : event.key;

@@ -231,42 +231,25 @@ function pinBlock(x, y) {
   select(index, cell);
 }
 
-// Selects what is beside the selected block or cell; without one, the largest block of the instant.
-function selectNeighbour(direction) {
-  const run = shownRun();
-  const times = { t0: toTime(run, state.view.x0), t1: toTime(run, state.view.x1) };
-  pinned = true;
-  const area = markedArea();
-  if (area === null) {
-    const [largest] = largestAt(run, state.instant.t, 1);
-    if (largest !== undefined) showBlock(largest);
-    return;
-  }
-  const { index, cell } = neighbour(run, area, direction, times, state.selected);
-  if (index >= 0) showBlock(index);
-  else if (cell >= 0) showArea(bandCell(run, cell), -1, cell);
+// Selects the largest block of the instant.
+function selectLargest() {
+  const [largest] = largestAt(shownRun(), state.instant.t, 1);
+  if (largest !== undefined) showBlock(largest);
 }
 
 // Selects a block and brings it into view.
 function showBlock(index) {
-  const { birth, end, offset, bytes } = shownRun().blocks;
-  showArea({ t0: birth[index], t1: end[index], a0: offset[index], a1: offset[index] + bytes[index] }, index, -1);
-}
-
-// Selects a block or a cell, and brings its area into view.
-function showArea(area, index, cell) {
   const run = shownRun();
+  const { birth, end, offset, bytes } = run.blocks;
   const { x0, x1 } = state.view;
-  const from = toX(run, area.t0);
-  const to = toX(run, Math.min(area.t1, run.end));
+  const from = toX(run, birth[index]);
+  const to = toX(run, Math.min(end[index], run.end));
   pinned = true;
   if (to < x0 || from > x1) reveal((from + to) / 2);
   const { a0, a1 } = addressView();
-  if (area.a1 <= a0 || area.a0 >= a1) {
-    const middle = (area.a0 + area.a1) / 2;
-    setAddresses(middle - (a1 - a0) / 2, middle + (a1 - a0) / 2);
-  }
-  select(index, cell);
+  const middle = offset[index] + bytes[index] / 2;
+  if (offset[index] + bytes[index] <= a0 || offset[index] >= a1) setAddresses(middle - (a1 - a0) / 2, middle + (a1 - a0) / 2);
+  select(index, -1);
 }
 
 function showMapLegend() {

@@ -13,7 +13,7 @@ function showHead() {
   byId("foot").textContent = `Written by ${plainText(state.header.product ?? "aquifer")}. This file needs no network.`;
 }
 
-const FORMAT_WORDS = { events: "event trace", rmm: "RMM log", raft: "RAFT log", minimalloc: "minimalloc problem", snapshot: "PyTorch snapshot", made: "made workload" };
+const FORMAT_WORDS = { events: "event trace", rmm: "RMM log", snapshot: "PyTorch snapshot", made: "made workload" };
 
 function factsText(run, index) {
   const device = run.device === null || run.device === undefined ? null

@@ -23,10 +23,16 @@
 //! | a row that cannot be read, or is cut off | passed over |
 
 use super::{
-    Fault, TraceDevice,
-    builder::size,
-    error::Name,
-    log_event::{LogAction, LogEvent, LogSink, Skips, UNREADABLE},
+    HistoryMark, MarkKind,
+    builder::{HistoryBuilder, Origin, StreamNames},
+};
+use crate::trace::{
+    TraceDevice, TraceError,
+    error::{Fault, Name},
+    events::size,
+    named_blocks::short,
+    skips::{Skips, UNREADABLE},
+    source::TraceSource,
 };
 use std::collections::BTreeMap;
 
@@ -50,10 +56,20 @@ pub(crate) struct RmmColumns {
     location: Option<usize>,
 }
 
+/// What a row tells.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum RmmAction {
+    Allocate,
+    Free,
+    Fail,
+    /// A request of zero bytes, which changes nothing.
+    Nothing,
+}
+
 /// The fields of a valid row.
 #[derive(Debug)]
 struct RmmRow<'a> {
-    action: LogAction,
+    action: RmmAction,
     address: u64,
     bytes: u64,
     stream: u64,
@@ -145,9 +161,9 @@ impl RmmColumns {
             return wrong("Device ID", device, "the number of a device");
         };
         let action = match fields[self.action] {
-            "allocate" | "Alloc" => LogAction::Allocate,
-            "free" | "Free" => LogAction::Release,
-            "allocate failure" => LogAction::Fail,
+            "allocate" | "Alloc" => RmmAction::Allocate,
+            "free" | "Free" => RmmAction::Free,
+            "allocate failure" => RmmAction::Fail,
             action => return wrong("Action", action, "allocate, free or allocate failure"),
         };
         let bytes = fields[self.bytes];
@@ -164,10 +180,10 @@ impl RmmColumns {
         };
         match action {
             // A failed request may be of any size.
-            LogAction::Fail => Ok(row(action, bytes.parse().unwrap_or(0))),
-            LogAction::Allocate if bytes == "0" => Ok(row(LogAction::Nothing, 0)),
+            RmmAction::Fail => Ok(row(action, bytes.parse().unwrap_or(0))),
+            RmmAction::Allocate if bytes == "0" => Ok(row(RmmAction::Nothing, 0)),
             // Frees had no sizes before 0.15.
-            LogAction::Release if bytes == "0" => Ok(row(action, 0)),
+            RmmAction::Free if bytes == "0" => Ok(row(action, 0)),
             _ => {
                 let bytes = size(bytes)?;
                 if address == 0 {
@@ -181,92 +197,123 @@ impl RmmColumns {
 
 /// A log that is being read.
 #[derive(Debug)]
-pub(super) struct RmmReader {
+pub(crate) struct RmmReader {
     columns: RmmColumns,
     clock: RunClock,
     /// The bytes and the stream of each live block, by device and address.
     live: BTreeMap<(u32, u64), (u64, u64)>,
+    /// The blocks of each device.
+    pub(crate) builders: BTreeMap<TraceDevice, HistoryBuilder>,
+    pub(crate) skips: Skips,
 }
 
 impl RmmReader {
-    pub(super) fn new(columns: RmmColumns) -> Self {
-        Self { columns, clock: RunClock::default(), live: BTreeMap::new() }
+    /// Reads the rows after the header.
+    pub(crate) fn read(columns: RmmColumns, source: &mut TraceSource) -> Result<Self, TraceError> {
+        let (clock, live, builders) = (RunClock::default(), BTreeMap::new(), BTreeMap::new());
+        let mut reader = Self { columns, clock, live, builders, skips: Skips::default() };
+        loop {
+            match source.next_row() {
+                Ok(None) => return Ok(reader),
+                Ok(Some((row, text))) => {
+                    reader.take(row, text).map_err(|fault| TraceError { row: Some(row), fault })?;
+                }
+                Err(TraceError { row, fault: fault @ Fault::CutRow }) => {
+                    reader.skips.add_error("rows cut off at the end", row, fault);
+                }
+                Err(TraceError { row, fault: fault @ Fault::NoText }) => {
+                    reader.skips.add_error(UNREADABLE, row, fault);
+                }
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     /// Takes one row.
-    pub(super) fn take(
-        &mut self,
-        row: u64,
-        text: &str,
-        skips: &mut Skips,
-        sink: &mut LogSink<'_>,
-    ) -> Result<(), Fault> {
+    fn take(&mut self, row: u64, text: &str) -> Result<(), Fault> {
         if text == self.columns.header {
-            skips.add("headers of later runs");
+            self.skips.add("headers of later runs");
             self.clock.is_new_run = true;
-            while let Some((block, held)) = self.live.pop_first() {
-                skips.add("blocks that an earlier run left, taken as freed at its end");
-                sink(&released(row, self.clock.now, block, held))?;
+            while let Some((block, (bytes, stream))) = self.live.pop_first() {
+                self.skips.add("blocks that an earlier run left, taken as freed at its end");
+                self.free((row, self.clock.now), block, bytes, stream)?;
             }
             return Ok(());
         }
         let parsed = match self.columns.parse(text) {
             Ok(parsed) => parsed,
             Err(fault) => {
-                skips.add_error(UNREADABLE, Some(row), fault);
+                self.skips.add_error(UNREADABLE, Some(row), fault);
                 return Ok(());
             }
         };
         let RmmRow { action, address, bytes, stream, device, .. } = parsed;
         let time = self.clock.advance(parsed.time);
-        let block = (device, address);
-        let mut event = LogEvent {
-            device: TraceDevice::Gpu(device),
-            address: Some(address),
-            stream,
-            thread: parsed.thread,
-            tag: parsed.location,
-            ..LogEvent::new(action, row, time, address, bytes)
-        };
+        let (now, block) = ((row, time), (device, address));
+        if action == RmmAction::Free && bytes != 0 && !self.live.contains_key(&block) {
+            let fault = Fault::Unknown { id: Name::Pointer(address), done: "freed" };
+            self.skips.add_error("frees of unknown blocks", Some(row), fault);
+            return Ok(());
+        }
+        self.builder(device).at(time);
         match action {
-            LogAction::Allocate => {
-                if let Some(held) = self.live.insert(block, (bytes, stream)) {
-                    skips.add("frees that are missing before their address is allocated again");
-                    sink(&released(row, time, block, held))?;
+            RmmAction::Allocate => {
+                if let Some((held, stream)) = self.live.insert(block, (bytes, stream)) {
+                    self.skips
+                        .add("frees that are missing before their address is allocated again");
+                    self.free(now, block, held, stream)?;
                 }
+                let (thread, location) = (parsed.thread, parsed.location);
+                let builder = self.builder(device);
+                let (tag, thread) = (builder.texts.intern(location), builder.texts.intern(thread));
+                let address = Some(address);
+                let origin = Origin {
+                    address,
+                    kind: None,
+                    occupied: None,
+                    tag,
+                    thread,
+                    stack: 0,
+                    metadata: 0,
+                };
+                builder.allocate(now, Name::Pointer(block.1), bytes, stream, &origin)
             }
-            LogAction::Release => match self.live.remove(&block) {
+            RmmAction::Free => match self.live.remove(&block) {
                 Some((held, _)) => {
                     if held != bytes && bytes != 0 {
-                        skips.add("sizes of frees that differ from the allocation's");
+                        self.skips.add("sizes of frees that differ from the allocation's");
                     }
-                    event.bytes = held;
+                    self.free(now, block, held, stream)
                 }
-                None if bytes == 0 => event.action = LogAction::Nothing,
-                None => {
-                    let fault = Fault::Unknown { id: Name::Pointer(address), done: "freed" };
-                    skips.add_error("frees of unknown blocks", Some(row), fault);
-                    return Ok(());
-                }
+                None => Ok(()),
             },
-            LogAction::Fail | LogAction::Nothing => {}
+            RmmAction::Fail => {
+                let (address, device_free, text, refused_by) = (None, None, 0, 0);
+                let (row, kind) = (short(row), MarkKind::Fail);
+                let mark =
+                    HistoryMark { time, row, kind, bytes, address, device_free, text, refused_by };
+                self.builder(device).mark(mark)
+            }
+            RmmAction::Nothing => Ok(()),
         }
-        sink(&event)
     }
-}
 
-/// The release of a block on its own stream.
-fn released(
-    row: u64,
-    time: f64,
-    (device, address): (u32, u64),
-    (bytes, stream): (u64, u64),
-) -> LogEvent<'static> {
-    LogEvent {
-        device: TraceDevice::Gpu(device),
-        address: Some(address),
-        stream,
-        ..LogEvent::new(LogAction::Release, row, time, address, bytes)
+    fn builder(&mut self, device: u32) -> &mut HistoryBuilder {
+        let new = || HistoryBuilder::new(StreamNames::Handles);
+        self.builders.entry(TraceDevice::Gpu(device)).or_insert_with(new)
+    }
+
+    /// Frees a block, whose last use is then over.
+    fn free(
+        &mut self,
+        now: (u64, f64),
+        (device, address): (u32, u64),
+        bytes: u64,
+        stream: u64,
+    ) -> Result<(), Fault> {
+        let (builder, id) = (self.builder(device), Name::Pointer(address));
+        builder.free(now, id, bytes, stream)?;
+        builder.complete(now, id, bytes, stream)
     }
 }
 

@@ -1,11 +1,11 @@
 //! Tests that generated traces have the stated properties and never change.
 
 use super::*;
-use crate::trace::{TraceAction, TraceBlock};
+use crate::trace::{Trace, TraceAction, TraceBlock};
 use std::fmt::Write as _;
 
 fn made(text: &str) -> Trace {
-    trace(Path::new(text)).expect("made").unwrap_or_else(|e| panic!("{text}: {e}"))
+    Trace::read(Path::new(text), None).unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
 /// FNV-1a over everything that a replay uses.
@@ -153,10 +153,10 @@ fn what_cannot_be_made_is_told_in_one_line() {
         ("made:pinned,length=NaN", "length is \"NaN\", not a factor"),
     ];
     for (text, expected) in table {
-        let said = trace(Path::new(text)).unwrap().expect_err(text).to_string();
+        let said = Trace::read(Path::new(text), None).expect_err(text).to_string();
         assert!(said.starts_with(expected) && !said.contains('\n'), "{text}: {said}");
     }
-    assert!(trace(Path::new("./made:pinned")).is_none(), "a file");
+    assert!(read(Path::new("./made:pinned")).is_none(), "a file");
     assert!(asks_for_list(Path::new("made:")) && !asks_for_list(Path::new("made:pinned")));
 }
 

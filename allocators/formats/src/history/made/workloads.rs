@@ -1,9 +1,7 @@
 //! The workloads, one function each. [`WORKLOADS`](super::WORKLOADS) states what each one defeats.
 
-use super::{
-    super::Fault,
-    maker::{MadeBlock, Maker},
-};
+use super::maker::{MadeBlock, Maker};
+use crate::trace::error::Fault;
 use std::collections::VecDeque;
 
 const KIB: u64 = 1 << 10;

@@ -15,7 +15,14 @@
 mod maker;
 mod workloads;
 
-use super::{Fault, Trace, TraceError, TraceFormat, error::MadeError};
+use super::{
+    HistoryClock,
+    builder::{InputFacts, ReadDevice},
+};
+use crate::trace::{
+    TraceError, TraceFormat,
+    error::{Fault, MadeError},
+};
 use maker::Maker;
 use std::{ops::RangeInclusive, path::Path, str::FromStr};
 
@@ -27,7 +34,7 @@ const FACTORS: RangeInclusive<f64> = 0.001..=64.0;
 /// A kind of generated trace.
 ///
 /// ```
-/// use aquifer_formats::trace::{Trace, made};
+/// use aquifer_formats::{history::made, trace::Trace};
 /// for workload in &made::WORKLOADS {
 ///     let name = format!("made:{},length=0.01", workload.name);
 ///     let trace = Trace::read(name.as_ref(), None)?;
@@ -124,10 +131,10 @@ pub fn asks_for_list(path: &Path) -> bool {
     asked(path) == Some("")
 }
 
-/// Returns the generated trace that a path names, or `None` if it names a file.
-pub(crate) fn trace(path: &Path) -> Option<Result<Trace, TraceError>> {
+/// Generates the trace that a path names, or `None` if it names a file.
+pub(crate) fn read(path: &Path) -> Option<Result<ReadDevice, TraceError>> {
     let asked = asked(path)?;
-    let made = asked.parse::<GeneratedTrace>().map_err(Fault::Made).and_then(|made| made.trace());
+    let made = asked.parse::<GeneratedTrace>().map_err(Fault::Made).and_then(|made| made.play());
     Some(made.map_err(TraceError::whole))
 }
 
@@ -170,10 +177,12 @@ fn factor(option: &'static str, text: &str) -> Result<f64, MadeError> {
 }
 
 impl GeneratedTrace {
-    fn trace(&self) -> Result<Trace, Fault> {
+    fn play(&self) -> Result<ReadDevice, Fault> {
         let mut maker = Maker::new(self.seed, self.scale, self.length);
         (self.workload.play)(&mut maker)?;
-        maker.finish(TraceFormat::Made)
+        // Its steps are its clock.
+        let facts = InputFacts::new(TraceFormat::Made, HistoryClock::Events);
+        Ok(ReadDevice { builder: maker.builder, facts })
     }
 }
 

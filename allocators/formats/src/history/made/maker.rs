@@ -1,6 +1,7 @@
 //! The tools of the workloads: a portable random generator, and blocks that write their own rows.
 
-use super::super::{Fault, Trace, TraceFormat, builder::Builder, error::Name};
+use super::super::builder::{HistoryBuilder, Origin, StreamNames};
+use crate::trace::error::{Fault, Name};
 use aquifer_core::random::SplitMix64;
 
 /// A live block of a workload.
@@ -14,12 +15,12 @@ pub(super) struct MadeBlock {
 
 /// Writes the rows of a workload.
 pub(super) struct Maker {
-    builder: Builder,
+    pub(super) builder: HistoryBuilder,
     random: SplitMix64,
     scale: f64,
     length: f64,
     next: u64,
-    row: u64,
+    steps: u64,
     /// Bytes that are allocated and not freed.
     pub(super) live: u64,
 }
@@ -27,7 +28,16 @@ pub(super) struct Maker {
 impl Maker {
     pub(super) fn new(seed: u64, scale: f64, length: f64) -> Self {
         let random = SplitMix64::new(seed);
-        Self { builder: Builder::new(), random, scale, length, next: 1, row: 1, live: 0 }
+        let builder = HistoryBuilder::new(StreamNames::Numbers);
+        Self { builder, random, scale, length, next: 1, steps: 0, live: 0 }
+    }
+
+    /// Begins the next step. Returns its number and its time.
+    fn step(&mut self) -> (u64, f64) {
+        let time = self.steps as f64;
+        self.steps += 1;
+        self.builder.at(time);
+        (self.steps, time)
     }
 
     /// Returns `steps` multiplied by the requested length.
@@ -60,10 +70,11 @@ impl Maker {
     /// Allocates `bytes`, which are scaled.
     pub(super) fn allocate(&mut self, bytes: u64, stream: u64) -> Result<MadeBlock, Fault> {
         let bytes = self.scaled(bytes);
-        self.row += 1;
-        let id = self.next;
+        let (now, id) = (self.step(), self.next);
         self.next += 1;
-        self.builder.allocate(self.row, Name::Id(id), bytes, stream)?;
+        let (address, kind, occupied) = (None, None, None);
+        let origin = Origin { address, kind, occupied, tag: 0, thread: 0, stack: 0, metadata: 0 };
+        self.builder.allocate(now, Name::Id(id), bytes, stream, &origin)?;
         self.live += bytes;
         Ok(MadeBlock { id, bytes, stream })
     }
@@ -76,26 +87,26 @@ impl Maker {
 
     /// Frees a block on a stream: its own, or one that has used it until now.
     pub(super) fn free_on(&mut self, held: MadeBlock, stream: u64) -> Result<(), Fault> {
-        self.row += 2;
-        let id = Name::Id(held.id);
-        self.builder.free(self.row - 1, id, held.bytes, stream)?;
-        self.builder.complete(self.row, id, held.bytes, stream)?;
+        let (now, id) = (self.step(), Name::Id(held.id));
+        self.builder.free(now, id, held.bytes, stream)?;
+        self.builder.complete(now, id, held.bytes, stream)?;
+        debug_assert!(self.live >= held.bytes, "the block is counted as live");
         self.live -= held.bytes;
         Ok(())
     }
 
     /// Frees a block that another stream still uses, until [`Maker::complete`].
     pub(super) fn free_in_use(&mut self, held: MadeBlock) -> Result<MadeBlock, Fault> {
-        self.row += 1;
-        self.builder.free(self.row, Name::Id(held.id), held.bytes, held.stream)?;
+        let now = self.step();
+        self.builder.free(now, Name::Id(held.id), held.bytes, held.stream)?;
         self.live -= held.bytes;
         Ok(held)
     }
 
     /// Ends the use of a freed block by another stream.
     pub(super) fn complete(&mut self, held: MadeBlock) -> Result<(), Fault> {
-        self.row += 1;
-        self.builder.complete(self.row, Name::Id(held.id), held.bytes, held.stream)
+        let now = self.step();
+        self.builder.complete(now, Name::Id(held.id), held.bytes, held.stream)
     }
 
     /// Frees all blocks in reverse order.
@@ -114,9 +125,5 @@ impl Maker {
         let pick = self.below(held.len() as u64) as usize;
         let held = held.swap_remove(pick);
         self.free(held)
-    }
-
-    pub(super) fn finish(self, format: TraceFormat) -> Result<Trace, Fault> {
-        self.builder.finish(format)
     }
 }
