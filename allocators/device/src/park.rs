@@ -208,9 +208,9 @@ impl DevicePool {
     /// contents. Does nothing for a tag that is not parked.
     ///
     /// Makes room as [`DevicePool::alloc_stable`] does, and blocks until the contents are there. If
-    /// another thread parks or resumes the tag, waits for it until `deadline`, or not at all
-    /// without one. So several threads may resume a tag: one does it, and the others return when it
-    /// is done.
+    /// the budget is exhausted, or another thread parks or resumes the tag, waits for it until
+    /// `deadline`, or not at all without one. So several threads may resume a tag: one does it, and
+    /// the others return when it is done.
     ///
     /// # Errors
     /// [`MemoryError::OutOfMemory`]; [`MemoryError::Parked`] if another thread still parks or

@@ -25,7 +25,7 @@ pub(crate) use saved::{RestoredContents, SavedBlock};
 pub use settings::{Park, ParkReport, ResumeReport};
 
 use crate::{
-    Block,
+    Adoption, Block,
     backing::{handle::Handle, window::Grid},
     base::{
         driver::check_stream_device,
@@ -192,7 +192,8 @@ impl SlotMemory {
         self.pool.upgrade().ok_or(MemoryError::Closed)
     }
 
-    /// Takes a range with new memory. Where there is none, waits for the work on free ranges.
+    /// Takes a range with new memory. Where the budget is short, takes one that the stream waits
+    /// for on the device, if it may. Where there is no memory, waits for the work on free ranges.
     fn wait_or_grow(
         &self,
         stream: &Stream,
@@ -201,6 +202,29 @@ impl SlotMemory {
         capture: Capture,
     ) -> Result<Range> {
         let (pool, timeline) = (self.open_pool()?, stream.timeline());
+        let new = bytes.next_multiple_of(self.span.slot);
+        if pool.budget().remaining() < new
+            && pool.config.adoption == Adoption::Wait
+            && timeline.waits_unasked()
+        {
+            let found = {
+                let free = &mut self.state().slots.ranges.free;
+                let found = free.find_filled(bytes, request.alignment(), |_| true);
+                found.and_then(|(_, range)| Some((range, free.take(range)?)))
+            };
+            if let Some((range, deps)) = found {
+                match self.order_behind(timeline, range, deps) {
+                    Ok(_) => return Ok(range),
+                    // The stream cannot wait for these now. Other memory may be available.
+                    Err(
+                        MemoryError::Capturing { .. }
+                        | MemoryError::OtherThread { .. }
+                        | MemoryError::UnknownId,
+                    ) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
         match self.grow(&pool, stream, bytes, request, capture) {
             Err(MemoryError::OutOfMemory(error)) => {
                 let until = deadline(pool.config.wait);

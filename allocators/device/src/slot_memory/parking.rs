@@ -21,9 +21,9 @@ use crate::{
 use aquifer_core::{Action, MemoryError, Result};
 use aquifer_driver::Ownership;
 use aquifer_heap::Range;
-use aquifer_stream::Timeline;
+use aquifer_stream::{Stream, Timeline};
 use std::{
-    sync::{Arc, atomic::Ordering},
+    sync::{Arc, Mutex, atomic::Ordering},
     thread,
     time::Instant,
 };
@@ -149,7 +149,7 @@ impl SlotMemory {
     }
 
     /// Maps memory with the saved contents, or does nothing for memory that is resident. Waits
-    /// until `until` for another thread that parks or resumes it. On failure everything is still
+    /// until `until` for another thread that parks or resumes it, and for the budget. On failure everything is still
     /// parked.
     pub(crate) fn begin_resume(
         &self,
@@ -179,7 +179,7 @@ impl SlotMemory {
         drop(state);
         let taken = claimed.len() as u64 * self.span.slot;
         let mut restored = RestoredContents { blocks, taken, ..RestoredContents::default() };
-        let outcome = self.restore(pool, &claimed, &mut restored);
+        let outcome = self.restore(pool, &claimed, until, &mut restored);
         outcome.inspect_err(|_| self.park_again())?;
         Ok(Some(restored))
     }
@@ -189,10 +189,11 @@ impl SlotMemory {
         &self,
         pool: &PoolCore,
         claimed: &[u64],
+        until: Option<Instant>,
         restored: &mut RestoredContents,
     ) -> Result<()> {
         let stream = pool.streams().lease()?;
-        let new = pool.back_slots(&self.span, stream.timeline(), self.tag(), claimed, None)?;
+        let new = self.back_slots_until(pool, &stream, claimed, until)?;
         debug_assert!(new <= restored.taken, "maps more than it needs");
         debug_assert_eq!(self.charged_bytes(), restored.taken, "a slot has no memory");
         self.dedicated.slots_backed(self.kind, new, restored.taken - new);
@@ -203,6 +204,31 @@ impl SlotMemory {
         restored.copied = saved::restore(&stream, &restored.blocks)
             .inspect_err(|_| self.unmap_again(restored.taken))?;
         Ok(())
+    }
+
+    /// Maps memory for all of `slots`, or for none. If there is a deadline and nothing else makes
+    /// room, waits for the budget until then. Returns the bytes that are new.
+    fn back_slots_until(
+        &self,
+        pool: &PoolCore,
+        stream: &Stream,
+        slots: &[u64],
+        until: Option<Instant>,
+    ) -> Result<u64> {
+        let (span, tag) = (&self.span, self.tag());
+        let back = |reserved| pool.back_slots(span, stream.timeline(), tag, slots, reserved);
+        match back(None) {
+            Err(MemoryError::OutOfMemory(refused))
+                if until.is_some() && refused.refused.is_some() =>
+            {
+                let bytes = slots.len() as u64 * span.slot;
+                match pool.budget().reserve_by(bytes, until) {
+                    Ok(reserved) => back(Some(&Mutex::new(reserved))),
+                    Err(_) => Err(MemoryError::OutOfMemory(refused)),
+                }
+            }
+            outcome => outcome,
+        }
     }
 
     /// Returns the memory to the driver again, after `begin_resume`.

@@ -488,3 +488,23 @@ fn a_resume_waits_for_a_park_and_takes_over_from_a_resume_that_is_undone() {
     assert_filled(&s, &buffer, 5);
     rig.assert_silent();
 }
+
+#[test]
+fn a_resume_waits_for_the_budget_until_its_deadline() {
+    let rig = rig(16);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let buffer = filled(&s, &parkable, 6, 8 << 20);
+    park(&rig, saved()).unwrap();
+    let other = rig.budget.charge(12 * MIB).unwrap();
+    let refused = rig.pool.resume(tag(), Some(Instant::now() + Duration::from_millis(5)));
+    assert!(matches!(refused, Err(MemoryError::OutOfMemory(_))), "{refused:?}");
+    thread::scope(|scope| {
+        let resumed = scope.spawn(|| rig.pool.resume(tag(), Some(Instant::now() + PATIENCE)));
+        thread::sleep(Duration::from_millis(5));
+        drop(other);
+        assert_eq!(resumed.join().unwrap().unwrap().blocks, 1);
+    });
+    assert_filled(&s, &buffer, 6);
+    rig.assert_silent();
+}
