@@ -4,14 +4,13 @@
 //! - `AQUIFER_KEEP_FREE`: an amount like `20GiB` of each device that is kept free for other
 //!   processes, unless the program sets one; `0` or `off` for none. Default: none.
 //! - `AQUIFER_WATCH_HOST`: with `1` or `on`, the host's memory is
-//!   [watched](crate::RuntimeBuilder::watch_host) with the default thresholds, unless the program
-//!   sets a watch. Default: off.
+//!   [watched](crate::RuntimeBuilder::watch_host), unless the program sets a watch. Default: off.
 //! - `AQUIFER_SIM_FALLBACK`: with `tell`, a fall-back to a [simulated
 //!   GPU](crate::RuntimeBuilder::or_sim) is reported once on standard error, with the reason; with
 //!   `quiet`, it is not reported. Default: `tell`.
 //! - `AQUIFER_SIM_VIOLATIONS`: what happens with violations that a simulated GPU finds and the
-//!   program does not take: `exit` or `exit=STATUS`, `panic`, `report` at the end, `now`, or
-//!   `quiet`, see [`OnViolation`]. Default: `exit`.
+//!   program does not take: `exit` or `exit=STATUS`, `report`, or `quiet`, see [`OnViolation`].
+//!   Default: `exit`.
 //!
 //! An invalid value makes building a runtime fail. It is never ignored. A name that is nearly one
 //! of [`KNOWN`] is reported.

@@ -251,8 +251,8 @@ impl RuntimeBuilder {
     /// Watches the host's memory on a thread: control groups and the free memory of the nodes. It
     /// reads them once a second, and four times a second while memory is scarce.
     ///
-    /// [`Runtime::pressure`] reports what was seen. Unless set, `AQUIFER_WATCH_HOST=1` starts a
-    /// watch with [the default](HostWatch::default) thresholds.
+    /// [`Runtime::pressure`] reports what was seen. Unless set, `AQUIFER_WATCH_HOST=1` starts the
+    /// [default watch](HostWatch::default).
     #[must_use]
     pub fn watch_host(mut self, watch: HostWatch) -> Self {
         self.watch_host = Some(watch);

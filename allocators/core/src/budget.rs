@@ -17,12 +17,8 @@
 //! | module | holds |
 //! |---|---|
 //! | `spin_lock` | the lock of a tree |
-//! | `immortal_list` | lists of leaked objects that are recycled |
-//! | `refusal` | [`OutOfBudget`], [`Raise`] |
-//! | `holding` | [`Holding`]: live bytes of a tag |
-//! | `hooks` | lists of registered hooks, and their calls |
-//! | `capacity` | [`CapacitySource`]: what a shared root claims from |
-//! | `reclaimer` | [`Reclaim`]: holders of memory that can be reclaimed |
+//! | `refusal` | [`OutOfBudget`], [`Raise`]; [`Holding`]: live bytes of a tag; [`CapacitySource`]: what a shared root claims from |
+//! | `hooks` | lists of registered hooks, and their calls; [`Reclaim`]: holders of memory that can be reclaimed |
 //! | `node` | the data of a tree: nodes, their handles, leases and wait queue |
 //! | `tree` | the arithmetic: limits, guarantees, peaks |
 //! | `shared` | `Budget::shared`: claims, and waiters of several processes |

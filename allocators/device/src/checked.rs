@@ -24,12 +24,8 @@
 //! that outlives its pool, or that has an open use when it is freed.
 
 mod guards;
-mod reports;
-mod settings;
 
 pub use guards::{CANARY, GUARD_BYTES, POISON_ALLOCATED, POISON_FREED};
-pub use reports::{Fault, Finding, LeakGroup, LeakReport};
-pub use settings::{Debugging, FindingHook};
 
 use crate::{
     Block, DeviceBuffer, Request,
@@ -43,6 +39,7 @@ use crate::{
         waits::has_passed,
     },
     block::{DriverBlock, ReleaseBlock},
+    debugging::{Debugging, Fault, Finding, LeakReport},
     pool_core::PoolCore,
 };
 use aquifer_core::{

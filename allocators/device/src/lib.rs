@@ -99,10 +99,10 @@
 //! and held memory as its use. The head of `allocators/device/src/sharing_policy.rs` says which
 //! memory a block gets that fits nowhere in its stream's cache.
 //!
-//! A handle has 2 to 64 MiB: a 64th of what is held or a 1024th of what the pool could still take,
-//! the lesser of the two, or if it is more, a 16th of the block, or of the mean live block if that
-//! is smaller. Large handles are created faster for each byte, but one small block keeps a whole
-//! handle in place.
+//! A handle has 2 to 64 MiB: a 64th of what is held, less if the slack is set below the default, or
+//! a 1024th of what the pool could still take, the lesser of the two, or if it is more, a 16th of
+//! the block, or of the mean live block if that is smaller. Large handles are created faster for
+//! each byte, but one small block keeps a whole handle in place.
 //!
 //! Shared memory is allocated at the lowest address first, so that free memory gathers at the high
 //! end, where whole handles become free. The price is a slow path for every block above 64 KiB
@@ -220,6 +220,7 @@ mod bypass;
 mod checked;
 mod config;
 mod conformance;
+mod debugging;
 mod decorators;
 mod dedicated;
 mod direct;
@@ -260,12 +261,10 @@ pub use arena::DeviceArena;
 pub use base::record::BlockRecord;
 pub use block::Block;
 pub use buffer::{Adopted, Declined, DeviceBuffer, DeviceSlice, DeviceSliceMut};
-pub use checked::{
-    CANARY, Debugging, Fault, Finding, FindingHook, GUARD_BYTES, LeakGroup, LeakReport,
-    POISON_ALLOCATED, POISON_FREED,
-};
+pub use checked::{CANARY, GUARD_BYTES, POISON_ALLOCATED, POISON_FREED};
 pub use config::{Adoption, PoolConfig};
 pub use conformance::{BrokenPromise, conformance};
+pub use debugging::{Debugging, Fault, Finding, FindingHook, LeakGroup, LeakReport};
 pub use decorators::{FailureCallback, Log, OnFailure};
 pub use direct::Direct;
 pub use graphs::{Announced, Captured, Graph, GraphPool};

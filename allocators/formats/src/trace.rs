@@ -2,8 +2,8 @@
 //!
 //! A trace is CSV in one of several forms, or a memory snapshot of PyTorch, plain or compressed by
 //! xz, gzip or zstd. [`Trace::read`] detects the form by the first bytes. Each form is read as a
-//! [`MemoryHistory`](crate::history::MemoryHistory) is, of which a [`Trace`] keeps what a replay needs: blocks numbered from zero,
-//! streams numbered from zero without gaps, and a list of steps.
+//! [`MemoryHistory`](crate::history::MemoryHistory) is, of which a [`Trace`] keeps what a replay
+//! needs: blocks numbered from zero, streams numbered from zero without gaps, and a list of steps.
 //!
 //! A replay never has to check a step. An impossible one in this library's own form is rejected
 //! with its row. Files of other programs are read as they really end: what is impossible or

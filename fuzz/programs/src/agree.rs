@@ -3,12 +3,11 @@
 //! The simulated GPU is useful only as far as it behaves like a real one. A [`Program`] is
 //! generated from a seed, or from any bytes. It has some sixty operations on two or three streams:
 //! fills, copies in all directions, events, mappings of one handle at several addresses, and pool
-//! allocations. A program is *free of races by
-//! construction*: the generator keeps a vector clock for each stream and the host, and inserts an
-//! event, a synchronisation or a poll where one is needed. The final contents of memory are
-//! therefore determined on any driver and in any timing: an [`Outcome`]. No call of a program is
-//! refused. What a driver answers to wrong calls, and graphs, are compared in
-//! `allocators/driver/tests/gpu`.
+//! allocations. A program is *free of races by construction*: the generator keeps a vector clock
+//! for each stream and the host, and inserts an event, a synchronisation or a poll where one is
+//! needed. The final contents of memory are therefore determined on any driver and in any timing:
+//! an [`Outcome`]. No call of a program is refused. What a driver answers to wrong calls, and
+//! graphs, are compared in `allocators/driver/tests/gpu`.
 //!
 //! ```
 //! use aquifer_driver::{DeviceId, sim::Sim};

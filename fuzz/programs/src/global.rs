@@ -3,8 +3,7 @@
 //! Three allocators are tested: without counting, with counting, and with tags. They wrap an
 //! allocator that tracks its blocks ([`below`]). The program allocates, zeroed or not, frees and
 //! resizes, from its own thread and from others, in nested scopes of tags and routes, under caps,
-//! and with failures of the wrapped allocator. Invariants after every
-//! operation:
+//! and with failures of the wrapped allocator. Invariants after every operation:
 //!
 //! - a block keeps its contents when it is resized and freed, and zeroed memory is zero;
 //! - the allocator that serves a block has it with the requested layout;

@@ -1,10 +1,11 @@
 //! Programs that use everything at the same time, as a server does: three device pools on two
 //! devices and a pinned pool under one tree of budgets, two tenants, an application that evicts,
-//! stable memory, pending copies, streams that are created and dropped, changing limits, and driver calls that fail, alone and in pairs.
+//! stable memory, pending copies, streams that are created and dropped, changing limits, and driver
+//! calls that fail, alone and in pairs.
 //!
 //! One program in four also has threads: phases in which several threads allocate, use and free
-//! while limits change and a driver call stalls. All other programs
-//! are determined by their bytes, and some are run twice to check that.
+//! while limits change and a driver call stalls. All other programs are determined by their bytes,
+//! and some are run twice to check that.
 //!
 //! The program `pressure` is this one without what holds memory for long. Where work runs as it is
 //! queued and no call fails, an allocation fails there only if reclaiming all idle memory would not

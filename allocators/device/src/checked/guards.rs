@@ -1,8 +1,7 @@
 //! Guards and poison: their layout, the fills, and the checks.
 #![expect(unsafe_code, reason = "fills device memory")]
 
-use super::reports::Fault;
-use crate::{BLOCK_ALIGN, Block, DeviceBuffer, Request};
+use crate::{BLOCK_ALIGN, Block, DeviceBuffer, Request, debugging::Fault};
 use aquifer_core::{MemoryError, Result};
 use aquifer_stream::{Stream, Timeline, Uses};
 use std::{ops::Range, sync::Arc};

@@ -3,8 +3,9 @@
 //! Such an allocation costs half a microsecond or more, so its block carries an `Arc` of its
 //! allocator. Statistics, open uses and failed frees are handled here.
 
+use super::range::{Dependencies, RangeSource};
 use crate::{
-    Block, Dependencies, RangeSource, Request,
+    Block, Request,
     base::{
         addresses::FreedAddresses,
         driver::{check_stream_device, is_shortage, notify_observer, owner_of_freed},

@@ -1,6 +1,9 @@
-//! Settings of the checks.
+//! The settings of the checks of a pool, and what the checks report.
 
-use super::reports::Finding;
+mod reports;
+
+pub use reports::{Fault, Finding, LeakGroup, LeakReport};
+
 use aquifer_core::{MemoryError, Result};
 use std::{fmt, sync::Arc};
 

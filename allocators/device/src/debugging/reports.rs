@@ -101,7 +101,7 @@ pub struct LeakGroup {
 }
 
 impl LeakReport {
-    pub(super) fn of(live: impl Iterator<Item = BlockRecord>) -> Self {
+    pub(crate) fn of(live: impl Iterator<Item = BlockRecord>) -> Self {
         let mut by_line: HashMap<&'static Location<'static>, Vec<BlockRecord>> = HashMap::new();
         for block in live {
             by_line.entry(block.allocated_at).or_default().push(block);
