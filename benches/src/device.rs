@@ -14,6 +14,7 @@
 //! | `work` | workloads, generated before they are timed |
 //! | `source` | the allocators |
 //! | `lane` | the threads |
+//! | `state` | the state of the benchmark |
 //!
 //! On a GPU the driver's stream-ordered allocator does the same work in turn with the pool. Its
 //! release threshold is set to keep everything. On a simulated device the peer is the host's

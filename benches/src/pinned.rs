@@ -7,6 +7,7 @@
 //! | `driver` | the driver's allocations, on a GPU |
 //! | `source` | the allocators |
 //! | `regions` | creation of whole regions, by page size and number of workers |
+//! | `state` | the state of the benchmark |
 //!
 //! Memory is allocated as for a program near the device. Without a GPU it is pageable. The pool is
 //! the same.

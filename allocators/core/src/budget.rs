@@ -18,8 +18,8 @@
 //! |---|---|
 //! | `spin_lock` | the lock of a tree |
 //! | `refusal` | [`OutOfBudget`], [`Raise`]; [`Holding`]: live bytes of a tag; [`CapacitySource`]: what a shared root claims from |
-//! | `hooks` | lists of registered hooks, and their calls; [`Reclaim`]: holders of memory that can be reclaimed |
-//! | `node` | the data of a tree: nodes, their handles, leases and wait queue |
+//! | `hooks` | lists of registered hooks, and their calls; [`Reclaim`]: holders of memory that can be reclaimed; [`Offer`]: what one could release |
+//! | `node` | the data of a tree: nodes, their handles, leases and wait queue; `ImmortalList`: leaked objects that are recycled |
 //! | `tree` | the arithmetic: limits, guarantees, peaks |
 //! | `shared` | `Budget::shared`: claims, and waiters of several processes |
 //! | `admission` | charging and releasing |

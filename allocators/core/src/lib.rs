@@ -6,6 +6,7 @@
 //! | [`ids`] | typed ids of devices, streams and pools, which only their creator can make |
 //! | [`tag`] | the owner of an allocation, set by scope |
 //! | [`error`] | the error types, with the figures that explain them |
+//! | [`bytes`] | a number of bytes, formatted and parsed with binary units |
 //! | [`budget`] | exact limits on bytes, by RAII |
 //! | [`stats`] | the statistics of a pool |
 //! | [`event`] | the record of every operation on memory, and the sinks for such records |

@@ -21,6 +21,10 @@
 //! More wrappers (limits, counts, tags, a fallback, a choice by size) are in aquifer-adapters. They
 //! wrap device memory as they do host memory.
 //!
+//! Caches round sizes as `aquifer_heap::Config::device` says: up to 16 KiB to the size classes of
+//! `aquifer_heap::classes`, above to multiples of 512 bytes. Where another stream may reuse freed
+//! memory is told at the head of `base/pending.rs`.
+//!
 //! # When an allocation does not fit
 //!
 //! A stream's cache serves a request without a driver call. If it has no room, or if the request is
@@ -65,6 +69,8 @@
 //! | pool that cannot map, or in bypass mode | the same | 52 µs/64 MiB + 0.4 µs/MiB | for the device |
 //! | pool with guards ([`Debugging`]) | freed blocks, after a read | as the pool | for streams |
 //! | pinned memory | free regions | 50 µs/MiB + 4.4 ms of blocked launches | for the device |
+//! | application ([`on_need`](aquifer_core::Budget::on_need)) | what it states | what it states | if it says so |
+//! | other processes, by a ledger | what they hold above their guarantees | 1 s: after all that cost less | for them |
 //!
 //! The cost is that of an H200 to give the memory back and to take it again. The 1 ms for a peer
 //! applies to each handle. An application states its own cost of eviction, which decides its place

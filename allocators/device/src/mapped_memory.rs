@@ -20,6 +20,7 @@
 //!
 //! **Growth** backs the missing slots of a window, in this order:
 //!
+//! 0. Old mappings whose work is done (zombies) are unmapped, by at most 64 calls (`cuMemUnmap`).
 //! 1. The window's unclaimed slots are claimed, and its backed parts are taken out of their lists.
 //! 2. Spare handles are taken. If they and the rest of the budget are not enough, handles are
 //!    unmapped under free memory (`cuMemUnmap`), where handles may move; where moves come first, in

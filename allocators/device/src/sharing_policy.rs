@@ -2,17 +2,17 @@
 //!
 //! **One bound.** A pool holds at most the peak of its live bytes, the new block included, and its
 //! [slack](crate::PoolConfig::slack), by default 17 % of the peak and at least 64 MiB, or the limit
-//! of its budget if that is less. A block that does not fit in what its own stream has freed gets
-//! the first of these:
+//! of its budget if that is less. A block with no room in its stream's cache gets the first of
+//! these:
 //!
-//! 1. new memory, while less than half of the bound is held;
+//! 1. new memory, until half of the bound or of the budget, whichever leaves less, is in use;
 //! 2. what any stream has freed and the device has done with, and new memory up to the bound;
 //! 3. what the device still works on: the stream waits for that work on the device;
 //! 4. handles from under free memory, which move to the block, and new memory up to the bound;
 //! 5. the same, and new memory beyond the bound: live blocks pin the other handles.
 //!
-//! Once half of the bound is held, streams allocate larger blocks from one list of all that is
-//! free. Where two threads take these steps at once, the bound rises by two of their blocks.
+//! Beyond that half, if several streams hold a good part, larger blocks come from one list of all
+//! free memory. Where two threads take these steps at once, the bound rises by two of their blocks.
 
 pub(crate) mod steps;
 

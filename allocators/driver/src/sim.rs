@@ -118,6 +118,10 @@
 //! Otherwise it reports a line of this module.
 //!
 //! # Implementation
+//! A check passes through these modules: `schedule` stamps the work that is queued; `oracle` checks
+//! each use by `owner_map`, then `address_space` checks the mappings; `access_history` finds races;
+//! `violation` names both sides.
+//!
 //! One lock guards one machine, and no call waits while it holds the lock: waits use a condition
 //! variable. One item of work runs at a time, so closures never race in Rust's own terms. The cost
 //! of the machine depends on the number of memory intervals, not on bytes: about half a microsecond

@@ -21,7 +21,6 @@
 //! | [`torch`] | the functions for PyTorch's pluggable allocator, and for CuPy's C function allocator |
 //! | [`region`] | a thread's tag for memory that can be given back |
 //! | [`ledger`] | claims of memory that processes share |
-//! | `caps` | the most that administrators let a process claim |
 //! | [`sleep`] | memory that is given back while a process sleeps |
 //! | [`sim`] | the simulated device |
 #![expect(non_camel_case_types, reason = "names of the C interface")]

@@ -1,5 +1,8 @@
 //! The functions for `torch.cuda.memory.CUDAPluggableAllocator`, over one runtime of the process.
 //!
+//! By default the C++ companion in `python/` is the allocator: its subclass calls
+//! [`aq_torch_malloc`]. Memory pools are in [`graphs`].
+//!
 //! PyTorch's own class ignores status codes. It takes null as a failure, with the text in
 //! [`aq_last_error`](crate::entry::aq_last_error). A caller that reads the codes can raise them as
 //! exceptions, as the C++ companion in `python/` does.

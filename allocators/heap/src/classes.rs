@@ -12,6 +12,9 @@
 //! A request that is a multiple of a power of two gets a class that is also a multiple of it: below
 //! `1 << BITS` times that power every multiple is a class, and above it every class is a multiple.
 //! So aligned requests need no classes of their own.
+//!
+//! The slabs are those of device memory. Pinned pools have classes of their own, with more steps:
+//! `allocators/host/src/pool/classes.rs`.
 
 /// The slabs of this crate have `1 << SLAB_BITS` classes in each doubling.
 const SLAB_BITS: u32 = 3;

@@ -6,7 +6,7 @@
 //! separate from the memory that it describes, addresses are plain `u64`, and nothing here is
 //! `unsafe`.
 //!
-//! | file | contents |
+//! | type or file | contents |
 //! |---|---|
 //! | [`Heap`] | the general allocator: add ranges, allocate blocks, free by key |
 //! | `classes` | size classes: steps of each doubling, of which slabs have eight |

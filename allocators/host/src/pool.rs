@@ -31,6 +31,8 @@
 //! | `pending` | pending frees: freed blocks whose gates are still shut |
 //! | `reclaim` | reclaim between this pool and others under its budget |
 //! | `poison` | annotations for `AddressSanitizer` |
+//! | `allocator`, `buffer` | the pool as an `Allocator`, and typed buffers |
+//! | `publish` | what other processes are shown of a pool |
 //!
 //! # Sizes
 //! - Up to 64 KiB a request gets a slot that is at most a sixteenth larger, 2.1 % on average.

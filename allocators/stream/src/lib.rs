@@ -1,7 +1,7 @@
 //! Leased CUDA streams with epochs, records of which streams use a block, and safe asynchronous
 //! copies. Part of aquifer; promises no stability beyond what aquifer re-exports.
 //!
-//! | module | holds |
+//! | item | holds |
 //! |---|---|
 //! | [`StreamPool`], [`Stream`] | leased and recycled streams, adopted streams of other libraries |
 //! | [`Timeline`], [`epochs`] | the epochs of a stream, and the events that prove them complete |

@@ -1,4 +1,15 @@
 //! The epochs of one stream: which of its work is complete, and the events that prove it.
+//!
+//! | method | driver calls |
+//! |---|---|
+//! | `open`, `is_done`, `is_fenced` | none |
+//! | `fence` | `cuEventRecord`, and `cuStreamIsCapturing` |
+//! | `poll` | `cuEventQuery` |
+//! | `wait_for` | a fence of the other stream, `cuStreamIsCapturing`, `cuStreamWaitEvent` |
+//! | `wait` | a fence, then `cuEventSynchronize`, or with a deadline `cuEventQuery` |
+//! | `is_capturing` | `cuStreamIsCapturing` |
+//! | `capture` | `cuStreamGetCaptureInfo` |
+//! | `synchronize` | `cuStreamIsCapturing`, `cuStreamSynchronize` |
 
 use crate::{
     Calling, Ended, Epochs, Retirement, Spin, StreamLifetime,

@@ -1,4 +1,5 @@
-//! Lists of registered hooks, and their calls.
+//! Lists of registered hooks, and their calls; the trait [`Reclaim`] of reclaimers, what they could
+//! release ([`Offer`]), and what a call has gained ([`Tried`]).
 
 use crate::{
     ids::MemoryLocation,

@@ -1,4 +1,7 @@
-//! The refusal of a charge.
+//! The refusal of a charge ([`OutOfBudget`]), with what other processes hold ([`HeldElsewhere`])
+//! and the limits to raise ([`Raise`]); the live bytes of a tag ([`Holding`]); and
+//! [`CapacitySource`], from which a shared root claims, with the refusal of a claim
+//! ([`ClaimShortage`]).
 
 use crate::{Bytes, Tag};
 use std::{error, fmt};

@@ -1,5 +1,5 @@
-//! The work that freed memory waits for. When a freed range is free is decided here, for memory of
-//! every kind.
+//! The work that freed memory waits for. When a pending block is free is decided here; where
+//! another stream takes a free range, below.
 //!
 //! Two facts decide it, and each has one method:
 //!
@@ -24,6 +24,20 @@
 //! Ranges without uses by other streams store [`StreamDeps`] only: shared free ranges, and
 //! zombies, the old mappings of moved handles. Values that wait for a driver that
 //! has refused (`release_or_strand`) depend on no stream.
+//!
+//! # Where another stream takes a free range
+//! A range in a cache or in the shared free list is taken by another stream where
+//! `FreeRanges::read_cache` and `read_shared`, `MappedMemory::claim` or
+//! `MappedMemory::allocate_shared` find its work done. A search that `may_wait` also takes a range
+//! whose work is not done: `MappedMemory::back_window` then orders the new stream behind it by
+//! [`Timeline::wait_for`].
+//!
+//! | what | driver call |
+//! |---|---|
+//! | [`Timeline::fence`], in `PoolCore::poll_fences` and before a wait | `cuEventRecord`, and `cuStreamIsCapturing` |
+//! | [`Timeline::poll`], in `PoolCore::poll_fences` | `cuEventQuery` |
+//! | [`Timeline::wait_for`] | `cuStreamWaitEvent`, and `cuStreamIsCapturing` |
+//! | `Timeline::waits_unasked`, `is_waited_for_unasked`: may it wait, may it be waited for | `cuStreamIsCapturing` |
 
 use super::extent::UntilFree;
 use aquifer_core::{MemoryError, Result, Tag};

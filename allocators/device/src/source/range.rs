@@ -7,7 +7,7 @@ use aquifer_driver::DeviceRange;
 use aquifer_stream::Stream;
 use std::{fmt, time::Instant};
 
-/// A source of ranges of device memory, to be used through a [`SourcePool`].
+/// A source of ranges of device memory, to be used through a [`SourcePool`](crate::SourcePool).
 ///
 /// This example hands out the slots of another library's allocation:
 ///

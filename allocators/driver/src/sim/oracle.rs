@@ -1,5 +1,5 @@
 //! The checks: every use of memory is checked against the order, mappings and owners at the time it
-//! is queued.
+//! is queued. Races are found in `access_history`.
 
 use super::{
     access_history::{Action, ActionKind},

@@ -1,4 +1,5 @@
-//! The locality of devices.
+//! The locality of devices: the host node nearest to a GPU, the node for host memory that it uses
+//! (`Topology::memory_near_device`), and the nodes that are device memory.
 
 use super::{Node, NodeId, Topology, TopologyError, files::wrong_number};
 use aquifer_driver::DeviceInfo;

@@ -1,4 +1,5 @@
-//! The mapped file.
+//! What a ledger needs of the system: the mapped file, locks on its parts, which end with their
+//! process, futex waits and wake-ups across processes, and the clock of wishes.
 #![expect(unsafe_code, reason = "maps a file, and refers to it")]
 
 use crate::ledger::{
