@@ -415,9 +415,9 @@ mod tests {
     #[test]
     fn segments_are_the_units_that_contain_blocks_and_neighbours_are_one() {
         let unit = |n: u64| n * GRANULARITY;
-        let mut history = History::default();
-        history.used =
+        let used =
             vec![unit(9)..unit(9) + 1, unit(3) - 1..unit(4) + 1, unit(2)..unit(2) + 5, 0..unit(1)];
+        let history = History { used, ..History::default() };
         assert_eq!(history.segments(), [0..unit(1), unit(2)..unit(5), unit(9)..unit(10)]);
     }
 }

@@ -56,17 +56,14 @@ impl Sim {
         if device_code::is_running() {
             return false;
         }
-        let ran = {
-            let mut state = self.machine.lock();
-            match state.stream(stream) {
-                Ok(index) => {
-                    let index = state.blocking_branch(index);
-                    self.machine.step(state, index).1
-                }
-                Err(_) => false,
+        let mut state = self.machine.lock();
+        match state.stream(stream) {
+            Ok(index) => {
+                let index = state.blocking_branch(index);
+                self.machine.step(state, index).1
             }
-        };
-        ran
+            Err(_) => false,
+        }
     }
 
     /// Runs all items that can run.

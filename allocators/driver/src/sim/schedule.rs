@@ -94,9 +94,7 @@ impl MachineState {
         let Some((u, finding)) = inaccessible else { return true };
         if self.oracle && !self.violations.has_named(&item.action) {
             let action = Action { kind: u.action_kind(), ..item.action };
-            let mut findings = Vec::new();
-            findings.push(finding);
-            self.report(findings, action, Some(u.range.device));
+            self.report(vec![finding], action, Some(u.range.device));
         }
         false
     }

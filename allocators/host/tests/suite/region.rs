@@ -132,7 +132,7 @@ fn a_kernel_that_cannot_populate_has_each_page_written_instead() {
     let (host, faults) = support::faulty_host();
     faults.fail_from(SystemCall::Populate, 1, libc::EINVAL);
     let region = Region::new(&host, &budget(), &request(8 * MIB)).unwrap();
-    assert!(region.report().shortfalls.iter().any(|s| *s == Cause::Touched));
+    assert!(region.report().shortfalls.contains(&Cause::Touched));
     assert_eq!(support::present(region.span()), 2048);
 }
 
@@ -214,7 +214,7 @@ fn a_required_pin_without_a_driver_is_an_error_and_an_unwanted_one_is_not_missed
     assert_eq!(budget.used(), 0);
     request.pinning = Pinning::Off;
     let region = Region::new(&host, &budget, &request).unwrap();
-    assert!(!region.report().shortfalls.iter().any(|s| *s == Cause::NoDriver));
+    assert!(!region.report().shortfalls.contains(&Cause::NoDriver));
 }
 
 #[test]
@@ -225,7 +225,7 @@ fn with_numa_switched_off_nothing_is_bound_and_the_report_says_so() {
     let refused = Region::new(&host, &budget(), &strict).unwrap_err();
     assert!(matches!(refused.cause, Cause::Misplaced { .. }), "strict cannot be kept: {refused}");
     let region = Region::new(&host, &budget(), &request(MIB).on(NodeId(0))).unwrap();
-    assert!(region.report().shortfalls.iter().any(|s| *s == Cause::NumaOff));
+    assert!(region.report().shortfalls.contains(&Cause::NumaOff));
     assert_eq!(region.report().placement.wanted, None);
 }
 
@@ -238,7 +238,7 @@ fn huge_pages_come_from_the_pool_where_it_has_enough_and_else_the_report_says_wh
     println!("pages: {}", report.pages);
     match report.pages {
         PageTier::HugeTlb => {
-            assert!(!report.shortfalls.iter().any(|s| matches!(s, Cause::HugePages { .. })))
+            assert!(!report.shortfalls.iter().any(|s| matches!(s, Cause::HugePages { .. })));
         }
         _ => assert!(
             report.shortfalls.iter().any(|s| matches!(s, Cause::HugePages { needed: 2, .. })),
@@ -246,7 +246,7 @@ fn huge_pages_come_from_the_pool_where_it_has_enough_and_else_the_report_says_wh
         ),
     }
     let odd = Region::new(&host, &budget, &request(3 * MIB)).unwrap();
-    assert!(odd.report().shortfalls.iter().any(|s| *s == Cause::NotHuge));
+    assert!(odd.report().shortfalls.contains(&Cause::NotHuge));
     let mut base = request(4 * MIB);
     base.pages = PageTier::Base;
     assert_eq!(Region::new(&host, &budget, &base).unwrap().report().pages, PageTier::Base);

@@ -327,7 +327,7 @@ mod tests {
             (Cause::Driver(driver), Some(Kind::Warning)),
         ];
         for (cause, expected) in table {
-            let told = probed(&[cause.clone()], &[Target::Anywhere], None);
+            let told = probed(std::slice::from_ref(&cause), &[Target::Anywhere], None);
             let kinds: Vec<_> =
                 told.iter().map(|f| f.kind).filter(|kind| *kind != Kind::Gets).collect();
             assert_eq!(kinds, expected.into_iter().collect::<Vec<_>>(), "{cause:?}");
