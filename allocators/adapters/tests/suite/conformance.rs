@@ -94,7 +94,7 @@ fn counted_and_tagged() {
 #[test]
 fn a_fallback_whose_first_fills_up() {
     let arena =
-        Arena::with_settings_in(small().limit(if cfg!(miri) { 200 } else { 20_000 }), Global);
+        Arena::with_settings_in(small().limit(if cfg!(miri) { 100 } else { 20_000 }), Global);
     let second = CountingAllocator::new(Global);
     conforms(&Fallback::new(&arena, &second));
     assert!(second.stats().allocations > 0, "the second one had something to do");
