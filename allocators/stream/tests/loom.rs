@@ -393,7 +393,7 @@ fn what_is_noted_during_a_wait_is_kept(forget_all: bool) {
         };
         list.lend(1, home, home, Access::Write).unwrap();
         using.join().unwrap();
-        let mut uses = StdArc::into_inner(list).unwrap().take(home);
+        let mut uses = StdArc::into_inner(list).unwrap().take();
         if forget_all {
             uses.clear();
         }
