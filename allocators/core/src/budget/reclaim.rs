@@ -2,8 +2,8 @@
 //!
 //! Pools and programs register with the budget that their memory is charged to. When room is needed
 //! below a node, each reclaimer registered there reports how much it can release and at what cost.
-//! The search then reclaims from one after another, the cheapest first, until the bytes fit or the
-//! deadline has passed.
+//! The search then reclaims from one after another, the cheapest first and those that wait last,
+//! until the bytes fit or the deadline has passed.
 //!
 //! - No lock is held during a reclaim.
 //! - A reclaimer is never run by two threads at once. The searching pool's own one is skipped.
@@ -266,13 +266,13 @@ impl Budget {
         self.node.ancestors.last().map_or_else(|| self.clone(), |root| root.new_handle())
     }
 
-    /// Reclaims until `missing` returns `None`.
     /// Returns how often a reclaimer of this budget has panicked.
     #[must_use]
     pub fn panics(&self) -> u64 {
         self.node.reclaimers.panics()
     }
 
+    /// Reclaims until `missing` returns `None`.
     fn search(
         &self,
         deadline: Option<Instant>,
