@@ -103,8 +103,6 @@ struct State {
 pub(crate) struct DedicatedUsage {
     /// Live memory, and the blocks that are no reserved elements.
     pub(crate) live: LiveUsage,
-    /// The blocks of bypass mode.
-    plain: LiveUsage,
     /// Retiring memory, whatever it waits for, and freed blocks of slot pools that other streams
     /// still use.
     pub(crate) pending: u64,
@@ -142,7 +140,7 @@ impl DedicatedPool {
         info: &DeviceInfo,
         config: &PoolConfig,
         accessors: Arc<[DeviceId]>,
-        (live, plain): (LiveUsage, LiveUsage),
+        live: LiveUsage,
         held: HeldBytes,
         status: Arc<PoolSlot>,
     ) -> Arc<Self> {
@@ -169,7 +167,7 @@ impl DedicatedPool {
             completions: AtomicU64::new(0),
             releases_under_way: AtomicU64::new(0),
             state: Mutex::new(State {
-                usage: DedicatedUsage { live, plain, ..Default::default() },
+                usage: DedicatedUsage { live, ..Default::default() },
                 ..Default::default()
             }),
             status,
@@ -236,7 +234,6 @@ impl DedicatedPool {
     fn add_usage(&self, a: &DedicatedUsage, stats: &mut PoolStats) {
         debug_assert!(a.free_of_graphs <= a.graphs, "graphs have more free memory than memory");
         a.live.add_to(stats);
-        a.plain.add_to(stats);
         stats.pending += a.pending + self.held.stuck();
         // Between the two updates of a free of a graph, its bytes are in one of the counts only.
         stats.cached += a.cached.saturating_sub(a.free_of_graphs);
@@ -250,23 +247,14 @@ impl DedicatedPool {
     /// Counts a block of bypass mode.
     pub(crate) fn plain_allocated(&self, address: u64, bytes: u64, tag: Tag) {
         self.state().freed.remove(address);
-        self.update_usage(|a| {
-            a.plain.record_alloc(bytes, bytes);
-            let holding = a.by_tag.of_mut(tag);
-            (holding.bytes, holding.blocks) = (holding.bytes + bytes, holding.blocks + 1);
-            a.growths += 1;
-        });
+        self.record_block_alloc(bytes, bytes, tag);
+        self.record_block(tag);
     }
 
     /// Counts the free of a block of bypass mode.
     pub(crate) fn plain_freed(&self, address: u64, bytes: u64, tag: Tag) {
         self.state().freed.insert(address);
-        self.update_usage(|a| {
-            a.plain.record_free(bytes, bytes);
-            let holding = a.by_tag.of_mut(tag);
-            (holding.bytes, holding.blocks) = (holding.bytes - bytes, holding.blocks - 1);
-            a.pending += bytes;
-        });
+        self.record_block_free(bytes, bytes, tag);
     }
 
     /// Returns whether a block of bypass mode was freed at this address, and none has been

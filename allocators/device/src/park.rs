@@ -30,9 +30,8 @@
 //! The owner keeps its token, with the same address. Every use of it fails with
 //! [`MemoryError::Parked`]: `order`, `prepare`, a copy, a fill, a launch, a recorded use. So does a
 //! new block of the tag. The block may be dropped, which makes no driver call, and its saved
-//! contents are freed with it. A kernel that still uses
-//! the bare address accesses unmapped memory: on a device this destroys the context, and the
-//! simulated GPU reports it.
+//! contents are freed with it. A kernel that still uses the bare address accesses unmapped memory:
+//! on a device this destroys the context, and the simulated GPU reports it.
 //!
 //! # Order
 //! `cuMemUnmap` is not stream ordered. So the host first waits, until a deadline, for all work on

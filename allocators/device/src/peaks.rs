@@ -51,9 +51,10 @@
 //! |---|---|
 //! | caches serve blocks | each cache; a plan, within 1 MiB; stable, parkable, reserved and graph memory |
 //! | [bypass](crate::PoolConfig::bypass) | the driver's allocations and the same memory |
-//! | [debugging](crate::PoolConfig::debug) | what users have, and the same memory |
 //!
-//! In the last two, blocks outside of caches are all that counts, and the peak is exact.
+//! In bypass mode, blocks outside of caches are all that counts, and the peak is exact. Where
+//! [debugging](crate::PoolConfig::debug) puts guards around blocks, blocks count with them, and
+//! until they return to the pool.
 
 use crate::{
     base::usage::{JointPeak, LiveBytes, PEAK_SLACK, PeakRoom},

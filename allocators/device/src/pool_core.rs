@@ -223,11 +223,9 @@ impl PoolCore {
         let status = PoolPublisher::new(&*driver, &info);
         let caches = Arc::<CacheList>::default();
         let peaks = PoolPeaks::new(caches.clone(), !config.bypass);
-        let usage = || LiveUsage::of_pool(peaks.clone(), 0);
-        let (live, plain, parent) = (usage(), usage(), status.slot().clone());
+        let (live, parent) = (LiveUsage::of_pool(peaks.clone(), 0), status.slot().clone());
         let held = memory.held().of_other_part();
-        let dedicated =
-            DedicatedPool::new(&driver, &info, &config, accessors, (live, plain), held, parent);
+        let dedicated = DedicatedPool::new(&driver, &info, &config, accessors, live, held, parent);
         Arc::new(Self {
             key: NEXT_KEY.fetch_add(1, Ordering::Relaxed),
             streams: StreamPool::new(driver.clone(), info.device, config.streams),
@@ -267,12 +265,6 @@ impl PoolCore {
     /// Returns the budget that physical memory is charged to.
     pub(crate) fn budget(&self) -> &Budget {
         &self.budget
-    }
-
-    /// Returns counts of memory outside of the caches, which are a part of the pool's peaks, and may
-    /// raise them by up to `slack` bytes too much.
-    pub(crate) fn live_usage(&self, slack: u64) -> LiveUsage {
-        LiveUsage::of_pool(self.peaks.clone(), slack)
     }
 
     /// Registers a reason to take the full allocation path.

@@ -22,8 +22,8 @@
 //! | memory of another library | `Adopted` | the process | creations and drops of such memory |
 //!
 //! Ranges without uses by other streams store [`StreamDeps`] only: shared free ranges, and
-//! zombies, the old mappings of moved handles. Values that wait for a driver that
-//! has refused (`release_or_strand`) depend on no stream.
+//! zombies, the old mappings of moved handles. Values that wait for a driver that has refused
+//! (`release_or_strand`) depend on no stream.
 //!
 //! # Where another stream takes a free range
 //! A range in a cache or in the shared free list is taken by another stream where

@@ -70,7 +70,7 @@ impl DedicatedPool {
     }
 
     /// Counts a freed block, whose memory, if any, is pending.
-    pub(crate) fn slot_block_freed(&self, bytes: u64, requested: u64, tag: Tag) {
+    pub(crate) fn record_block_free(&self, bytes: u64, requested: u64, tag: Tag) {
         self.update_usage(|a| {
             a.record_free(bytes, requested, tag);
             a.by_tag.of_mut(tag).blocks -= 1;

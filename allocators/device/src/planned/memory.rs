@@ -118,7 +118,7 @@ impl PlannedMemory {
             places: std::iter::repeat_with(Place::default).take(blocks).collect(),
             streams: StreamBindings::default(),
             held: Vec::new(),
-            usage: core.live_usage(PEAK_SLACK),
+            usage: LiveUsage::of_pool(core.peaks.clone(), PEAK_SLACK),
             by_tag: TagHoldings::default(),
             pending: 0,
             is_closed: false,

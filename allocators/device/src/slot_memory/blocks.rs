@@ -135,7 +135,7 @@ impl SlotBlocks {
         self.operations -= 1;
         let has_memory = self.phase.has_memory();
         let (bytes, requested) = if has_memory { (range.len, live.requested) } else { (0, 0) };
-        dedicated.slot_block_freed(bytes, requested, live.tag);
+        dedicated.record_block_free(bytes, requested, live.tag);
         match self.phase {
             Phase::Resident => {
                 let users = block.users();

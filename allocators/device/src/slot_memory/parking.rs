@@ -149,8 +149,8 @@ impl SlotMemory {
     }
 
     /// Maps memory with the saved contents, or does nothing for memory that is resident. Waits
-    /// until `until` for another thread that parks or resumes it, and for the budget. On failure everything is still
-    /// parked.
+    /// until `until` for another thread that parks or resumes it, and for the budget. On failure
+    /// everything is still parked.
     pub(crate) fn begin_resume(
         &self,
         pool: &PoolCore,

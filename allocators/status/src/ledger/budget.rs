@@ -39,8 +39,9 @@ const IDLE_PAUSE: Duration = Duration::from_millis(50);
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
 /// How long reclaimers that wait for work may take in one round.
 const ANSWER_WAIT: Duration = Duration::from_millis(5);
-/// What it costs another process to give back, as far as the order of reclaimers is concerned:
-/// more than any of this process.
+/// What it costs other processes to give back all that they offer, as far as the order of reclaimers
+/// is concerned. A part costs its share, so a request for little of much may cost less than from
+/// this process.
 const OTHERS_COST: Duration = Duration::from_secs(1);
 
 /// The claims of a budget.
