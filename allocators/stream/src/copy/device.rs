@@ -2,8 +2,8 @@
 #![expect(unsafe_code, reason = "calls the driver's asynchronous copies")]
 
 use crate::Stream;
-use aquifer_core::{MemoryError, Result};
-use aquifer_driver::{Access, DeviceRange, OperandMut, Rows, Typed, site};
+use aquifer_core::{DriverError, MemoryError, Result};
+use aquifer_driver::{Access, DeviceRange, Operand, OperandMut, Rows, Typed, site};
 use bytemuck::Pod;
 
 /// The rows of [`Stream::copy_2d`], in elements.
@@ -64,19 +64,12 @@ impl Stream {
                 bytes: side.bytes,
             }),
         };
-        let (source, target) = (within(source, rows.from_pitch)?, within(target, rows.to_pitch)?);
-        check_disjoint(source, target)?;
-        from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read)?;
-        to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write)?;
-        if source.bytes == 0 {
-            return Ok(());
-        }
-        let _calling = self.timeline().calling()?;
-        // SAFETY: 1. the operands keep their ranges, the rows lie within them, and the ranges do
-        // not overlap. 2. both were ordered for this access on this stream.
-        let copied =
-            unsafe { self.driver().copy_rows(self.raw(), target.address, source.address, rows) };
-        copied.map_err(|e| MemoryError::driver(self.device(), e))
+        let parts = (within(source, rows.from_pitch)?, within(target, rows.to_pitch)?);
+        self.queue_copy(&from, to, parts, |source, target| {
+            // SAFETY: 1. the operands keep their ranges, the rows lie within them, and the ranges
+            // do not overlap. 2. both were ordered for this access on this stream.
+            unsafe { self.driver().copy_rows(self.raw(), target.address, source.address, rows) }
+        })
     }
 
     /// Copies between two operands of this device, in order on this stream (`cuMemcpyDtoDAsync`).
@@ -97,6 +90,23 @@ impl Stream {
         self.check_operand(&from)?;
         self.check_operand(to)?;
         check_same_length(source, target)?;
+        self.queue_copy(&from, to, (source, target), |source, target| {
+            let (driver, bytes) = (self.driver(), source.bytes);
+            // SAFETY: 1. and 2. the operands keep their ranges, and were ordered for this access on
+            // this stream.
+            unsafe { driver.copy_on_device(self.raw(), target.address, source.address, bytes) }
+        })
+    }
+
+    /// Orders this stream for a copy between parts of two operands, and queues it by `copy`. An
+    /// empty one is not queued.
+    fn queue_copy(
+        &self,
+        from: &impl Operand,
+        to: &mut impl OperandMut,
+        (source, target): (DeviceRange, DeviceRange),
+        copy: impl FnOnce(DeviceRange, DeviceRange) -> Result<(), DriverError>,
+    ) -> Result<()> {
         check_disjoint(source, target)?;
         from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read)?;
         to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write)?;
@@ -104,13 +114,7 @@ impl Stream {
             return Ok(());
         }
         let _calling = self.timeline().calling()?;
-        // SAFETY: 1. and 2. the operands keep their ranges, and were ordered for this access on
-        // this stream.
-        let copied = unsafe {
-            self.driver().copy_on_device(self.raw(), target.address, source.address, source.bytes)
-        };
-        copied.map_err(|e| MemoryError::driver(self.device(), e))?;
-        Ok(())
+        copy(source, target).map_err(|e| MemoryError::driver(self.device(), e))
     }
 
     /// Copies to an operand of another device, in order on this stream and on `peer`, a stream of
