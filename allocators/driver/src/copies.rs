@@ -60,6 +60,13 @@ impl Rows {
         let before = pitch.checked_mul(self.height - 1).filter(|_| pitch >= self.width)?;
         before.checked_add(self.width)
     }
+
+    /// An iterator over the offsets of the rows, in the destination and in the source. Rows of no
+    /// bytes are none.
+    pub(crate) fn offsets(self) -> impl Iterator<Item = (u64, u64)> {
+        let rows = if self.width == 0 { 0 } else { self.height };
+        (0..rows).map(move |row| (row * self.to_pitch, row * self.from_pitch))
+    }
 }
 
 /// Copies and fills. Each is queued on its stream. If the host side is pinned, the call returns at

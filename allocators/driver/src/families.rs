@@ -505,7 +505,8 @@ pub unsafe trait Physical: Debug + Send + Sync {
 pub unsafe trait HostMemory: Debug + Send + Sync {
     /// Allocates memory that is pinned for every context of the process (`cuMemHostAlloc`). Its
     /// pages are placed on the NUMA node of the calling thread, at 2–3.5 GB/s. `device` selects the
-    /// context that is used.
+    /// context that is used. `write_combined` asks for memory without the host's caches
+    /// (`CU_MEMHOSTALLOC_WRITECOMBINED`), which the host reads very slowly.
     ///
     /// # Errors
     /// Out of memory.

@@ -2,6 +2,7 @@
 
 use aquifer_driver::{
     Access, BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostAccess, Ownership, Pattern,
+    Rows,
     sim::{Sim, SimKernel, ViolationKind},
 };
 use std::ptr::NonNull;
@@ -31,6 +32,8 @@ fn work_on_a_range_past_the_last_address_is_reported_and_does_not_run() {
             sim.driver().copy_to_host(stream, at, u64::MAX, 8).unwrap();
             sim.driver().copy_on_device(stream, address, address, bytes).unwrap();
             sim.driver().fill_with(stream, address, Pattern::Byte(1), bytes).unwrap();
+            let rows = Rows { width: 8, height: 2, from_pitch: 8, to_pitch: 8 };
+            sim.driver().copy_rows(stream, address, address, rows).unwrap();
         }
         sim.run_all();
         assert_eq!(sim.read_back(range), None);

@@ -4,7 +4,7 @@
 
 use crate::sim_fixtures::{GPU, GRANULE, Machine, everywhere};
 use aquifer_driver::{
-    DeviceRange, Pattern, RawStream,
+    DeviceRange, Pattern, RawStream, Rows,
     sim::{Mode, Schedule, Sim, SimConfig, SimKernel},
 };
 use std::{
@@ -431,6 +431,35 @@ fn fills_write_whole_elements_at_multiples_of_their_size() {
         m.driver.device_synchronize(GPU).unwrap();
         if let Some(found) = m.sim.read_back(x) {
             assert_eq!(found, [1, 1, 3, 2, 3, 2, 3, 2, 7, 6, 5, 4, 7, 6, 5, 4]);
+        }
+        m.silent();
+    });
+}
+
+#[test]
+fn rows_are_copied_or_refused_and_rows_of_no_bytes_are_none_however_many() {
+    everywhere(|m| {
+        let (a, x) = (m.stream(), m.alloc(32));
+        let rows = Rows { width: 2, height: 3, from_pitch: 4, to_pitch: 3 };
+        // SAFETY: 1. all rows lie in the 32 bytes; invalid calls are refused. 2. one stream.
+        unsafe {
+            m.driver.fill_with(a, x.address, Pattern::Word(0x0403_0201), 4).unwrap();
+            m.driver.fill_with(a, x.address + 16, Pattern::Byte(9), 16).unwrap();
+            let copy = |rows| m.driver.copy_rows(a, x.address + 16, x.address, rows);
+            copy(rows).unwrap();
+            copy(Rows { width: 0, height: u64::MAX, ..rows }).unwrap();
+            copy(Rows { height: 0, ..rows }).unwrap();
+            for refused in [
+                copy(Rows { from_pitch: 1, ..rows }),
+                copy(Rows { to_pitch: 1 << 31, ..rows }),
+                copy(Rows { height: u64::MAX, ..rows }),
+            ] {
+                assert_eq!(refused.unwrap_err().code, 1);
+            }
+        }
+        m.driver.device_synchronize(GPU).unwrap();
+        if let Some(found) = m.sim.read_back(x) {
+            assert_eq!(found[16..], [1, 2, 9, 1, 2, 9, 1, 2, 9, 9, 9, 9, 9, 9, 9, 9]);
         }
         m.silent();
     });

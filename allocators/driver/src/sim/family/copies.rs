@@ -56,10 +56,9 @@ impl CopyWork {
             // SAFETY: 1. and 2. are promised by the caller.
             CopySource::Address(from) => unsafe { store.copy(self.to, *from, self.bytes) },
             CopySource::Rows(from, rows) => {
-                for row in 0..rows.height {
-                    let (to, from) = (self.to + row * rows.to_pitch, from + row * rows.from_pitch);
+                for (to, of) in rows.offsets() {
                     // SAFETY: 1. and 2. are promised by the caller.
-                    unsafe { store.copy(to, from, rows.width) }
+                    unsafe { store.copy(self.to + to, from + of, rows.width) }
                 }
             }
             // SAFETY: 1. There are as many staged bytes. The caller promises the rest, and 2.
@@ -201,8 +200,8 @@ unsafe impl Copies for Machine {
                 return Err(codes::INVALID_VALUE);
             };
             let mut uses = Vec::new();
-            for row in 0..rows.height {
-                let (to, from) = (to + row * rows.to_pitch, from + row * rows.from_pitch);
+            for (to_row, from_row) in rows.offsets() {
+                let (to, from) = (to.saturating_add(to_row), from.saturating_add(from_row));
                 uses.append(&mut state.copy_use(stream, from, rows.width, false));
                 uses.append(&mut state.copy_use(stream, to, rows.width, true));
             }
