@@ -70,7 +70,7 @@
 //! | pool with guards ([`Debugging`]) | freed blocks, after a read | as the pool | for streams |
 //! | pinned memory | free regions | 50 µs/MiB + 4.4 ms of blocked launches | for the device |
 //! | application ([`on_need`](aquifer_core::Budget::on_need)) | what it states | what it states | if it says so |
-//! | other processes, by a ledger | what they hold above their guarantees | 1 s for all of it, in proportion | for them |
+//! | other processes, by a ledger | what they hold above their guarantees | 10 ms/MiB | for them |
 //!
 //! The cost is that of an H200 to give the memory back and to take it again. The 1 ms for a peer
 //! applies to each handle. An application states its own cost of eviction, which decides its place

@@ -114,23 +114,22 @@ pub(crate) struct MappedMemory {
     shared_free: Mutex<SharedFreeList>,
     /// Scratch memory for the lists of a pass.
     scratch: Scratch,
-    /// The number of moves begun and ended.
-    moves_begun: AtomicU64,
-    moves_ended: AtomicU64,
+    /// The number of transfers begun and ended.
+    transfers_begun: AtomicU64,
+    transfers_ended: AtomicU64,
     /// Set if work that cannot be waited for may still use the mappings. They are then never
     /// unmapped.
     leaked: AtomicBool,
 }
 
-/// Marks memory that is being moved, which other threads cannot see. It is counted before the
-/// memory is taken. So a thread that finds nothing, and no move, has seen all memory.
-///
-/// A transfer between two lists is such a move too, although no handle moves.
-struct MoveGuard<'a>(&'a MappedMemory);
+/// Marks a transfer: a time in which a thread has memory in hand that is in no list, so that other
+/// threads cannot see it. It is counted before the memory is taken. So a thread that finds nothing,
+/// and no transfer, has seen all memory.
+struct TransferGuard<'a>(&'a MappedMemory);
 
-impl Drop for MoveGuard<'_> {
+impl Drop for TransferGuard<'_> {
     fn drop(&mut self) {
-        self.0.moves_ended.fetch_add(1, Ordering::SeqCst);
+        self.0.transfers_ended.fetch_add(1, Ordering::SeqCst);
     }
 }
 
@@ -177,8 +176,8 @@ impl MappedMemory {
             slots: Mutex::new(Slots::new(bytes / slot.max(1))),
             shared_free: Mutex::default(),
             scratch: Scratch::new(),
-            moves_begun: AtomicU64::new(0),
-            moves_ended: AtomicU64::new(0),
+            transfers_begun: AtomicU64::new(0),
+            transfers_ended: AtomicU64::new(0),
             leaked: AtomicBool::new(false),
         })
     }
@@ -227,7 +226,7 @@ impl MappedMemory {
         if slots.spare.is_empty() {
             return;
         }
-        let _move = self.begin_move();
+        let _transfer = self.begin_transfer();
         let pass = self.scratch.begin();
         let spare = list(&pass, slots.spare.drain(..));
         drop(slots);
@@ -264,17 +263,15 @@ impl MappedMemory {
         }
     }
 
-    /// Returns the number of moves begun and ended. Comparing it with a later result shows whether
-    /// memory was being moved.
-    ///
-    /// A move here is any time in which a thread has memory in hand that is in no list: while it is
-    /// transferred between lists, backed, or released, with or without a driver call.
-    /// [`PoolStats::moves`](aquifer_core::PoolStats::moves) counts something else: handles.
-    pub(crate) fn move_counts(&self) -> (u64, u64) {
+    /// Returns the number of transfers begun and ended. Comparing it with a later result shows
+    /// whether memory was in no list: on its way between lists, being backed, or being released,
+    /// with or without a driver call. [`PoolStats::moves`](aquifer_core::PoolStats::moves) counts
+    /// handles.
+    pub(crate) fn transfer_counts(&self) -> (u64, u64) {
         // The end count is read first. Otherwise a move that begins and ends between the two
         // reads would look unfinished.
-        let moves_ended = self.moves_ended.load(Ordering::SeqCst);
-        (self.moves_begun.load(Ordering::SeqCst), moves_ended)
+        let transfers_ended = self.transfers_ended.load(Ordering::SeqCst);
+        (self.transfers_begun.load(Ordering::SeqCst), transfers_ended)
     }
 
     /// Checks the table and the shared free list, and that a handle lies behind each free range.
@@ -330,9 +327,9 @@ impl MappedMemory {
         MemoryError::driver(self.device, error)
     }
 
-    fn begin_move(&self) -> MoveGuard<'_> {
-        self.moves_begun.fetch_add(1, Ordering::SeqCst);
-        MoveGuard(self)
+    fn begin_transfer(&self) -> TransferGuard<'_> {
+        self.transfers_begun.fetch_add(1, Ordering::SeqCst);
+        TransferGuard(self)
     }
 
     /// Returns the maximum number of slots of a new handle, while `held` bytes are held and `live`

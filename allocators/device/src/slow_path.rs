@@ -46,14 +46,14 @@ use crate::{
 use aquifer_core::{
     Action, MemoryError, Reservation, Result, Tag, error::Tried, event::BlockKind, scratch::list,
 };
-use progress::{MoveCounts, Progress};
+use progress::{TransferCounts, Progress};
 use std::{
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
-/// How many times moves of other threads are waited for before a request is refused.
-const MOVE_RETRIES: u32 = 64;
+/// How many times transfers of other threads are waited for before a request is refused.
+const TRANSFER_RETRIES: u32 = 64;
 
 /// How often a pool gives back its own idle memory between reclaims from others: once for each
 /// budget above it, with a margin for the case that another thread takes what was given.
@@ -66,7 +66,7 @@ fn take_turn(turns: &mut u32) -> bool {
     left
 }
 
-/// Bounds of the pause between two checks of the moves of other threads.
+/// Bounds of the pause between two checks of the transfers of other threads.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(1);
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
@@ -89,11 +89,11 @@ impl PoolCore {
         let mut block = self.run_slow_path(cache, request, &mut progress);
         // Another thread may have been moving memory between caches. Retry, since that memory may
         // be available now.
-        for _ in 0..MOVE_RETRIES {
-            if !matches!(block, Ok(None)) || !self.memory_moved(&progress) {
+        for _ in 0..TRANSFER_RETRIES {
+            if !matches!(block, Ok(None)) || !self.memory_in_transfer(&progress) {
                 break;
             }
-            self.wait_for_moves(deadline(self.config.wait));
+            self.wait_for_transfers(deadline(self.config.wait));
             block = self.run_slow_path(cache, request, &mut progress);
         }
         let refused = match block {
@@ -123,27 +123,27 @@ impl PoolCore {
         Err(error)
     }
 
-    /// Returns whether another thread has moved memory since the counts were recorded.
-    fn memory_moved(&self, progress: &Progress<'_>) -> bool {
-        let Progress { move_counts: (moves_begun, moves_ended), own_moves: own, .. } = progress;
-        moves_begun != moves_ended || self.move_counts() != (moves_begun + own, moves_ended + own)
+    /// Returns whether another thread has had memory in transfer since the counts were recorded.
+    fn memory_in_transfer(&self, progress: &Progress<'_>) -> bool {
+        let Progress { transfer_counts: (begun, ended), own_transfers: own, .. } = progress;
+        begun != ended || self.transfer_counts() != (begun + own, ended + own)
     }
 
-    /// Waits until as many moves have ended as have begun by now. A move may be in a long driver
+    /// Waits until as many transfers have ended as have begun by now. One may be in a long driver
     /// call. Blocks until the deadline, at most.
-    fn wait_for_moves(&self, until: Option<Instant>) {
-        let (moves_begun, _) = self.move_counts();
+    fn wait_for_transfers(&self, until: Option<Instant>) {
+        let (transfers_begun, _) = self.transfer_counts();
         let mut pause = SHORTEST_PAUSE;
         std::thread::yield_now();
-        while self.move_counts().1 < moves_begun && until.is_none_or(|until| Instant::now() < until)
+        while self.transfer_counts().1 < transfers_begun && until.is_none_or(|until| Instant::now() < until)
         {
             std::thread::sleep(pause);
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
 
-    fn move_counts(&self) -> MoveCounts {
-        self.memory.move_counts()
+    fn transfer_counts(&self) -> TransferCounts {
+        self.memory.transfer_counts()
     }
 
     fn run_slow_path(
@@ -241,7 +241,7 @@ impl PoolCore {
         request: &Request,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
-        (progress.move_counts, progress.own_moves) = (self.move_counts(), 0);
+        (progress.transfer_counts, progress.own_transfers) = (self.transfer_counts(), 0);
         let sharing = self.config.adoption != Adoption::Never;
         let own = [cache];
         // What this stream itself has freed is often enough, and no other is disturbed then.
@@ -257,9 +257,9 @@ impl PoolCore {
         let donors: &[&'static StreamCache] = if sharing { &caches } else { &own };
         let collected = self.poll_fences(&pass, &caches, self.first_fence_scope())?;
         progress.polled = true;
-        progress.own_moves += self.share_abandoned(&pass, &caches);
+        progress.own_transfers += self.share_abandoned(&pass, &caches);
         if self.retention.stream_cache < u64::MAX {
-            progress.own_moves += self.memory.cap_caches(&caches, self.retention.stream_cache);
+            progress.own_transfers += self.memory.cap_caches(&caches, self.retention.stream_cache);
         }
         progress.record("fence and poll", collected);
         let shares_all = sharing && self.sharing_policy.shares_all();
@@ -364,7 +364,7 @@ impl PoolCore {
     ) -> Option<Block> {
         if self.sharing_policy.prefers_shared(request.size()) {
             self.memory.share_free(donors, self.sharing_policy.min_shared_extent());
-            progress.own_moves += 1;
+            progress.own_transfers += 1;
         }
         let place = self.memory.allocate_shared(cache, request)?;
         count(&self.counters.adoptions, 1);
@@ -408,7 +408,7 @@ impl PoolCore {
             _ => ("take over what is done", outcome.adopted),
         };
         progress.record(step, gave);
-        progress.own_moves += outcome.own_moves;
+        progress.own_transfers += outcome.own_transfers;
         if outcome.refused.is_some() {
             progress.refused = outcome.refused;
         }

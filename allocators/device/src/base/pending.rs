@@ -1,5 +1,4 @@
-//! The work that freed memory waits for. When a pending block is free is decided here; where
-//! another stream takes a free range, below.
+//! The work that freed memory waits for, and what decides when it may be reused.
 //!
 //! Two facts decide it, and each has one method:
 //!
@@ -26,11 +25,18 @@
 //! (`release_or_strand`) depend on no stream.
 //!
 //! # Where another stream takes a free range
-//! A range in a cache or in the shared free list is taken by another stream where
-//! `FreeRanges::read_cache` and `read_shared`, `MappedMemory::claim` or
-//! `MappedMemory::allocate_shared` find its work done. A search that `may_wait` also takes a range
-//! whose work is not done: `MappedMemory::back_window` then orders the new stream behind it by
-//! [`Timeline::wait_for`].
+//! A slow path asks `is_done` of a range's [`StreamDeps`], which [`Timeline::poll`] has brought up to
+//! date. Only a search that `may_wait` takes a range whose work is not done.
+//!
+//! | memory | taken in | with unfinished work |
+//! |---|---|---|
+//! | shared free list | `MappedMemory::allocate_shared` | never |
+//! | ranges of other caches | `FreeRanges::read_cache`, `read_shared`; `MappedMemory::claim` | `back_window` makes the new stream wait |
+//! | handles under free ranges | `MappedMemory::take_mappings` | the same; the old mapping becomes a zombie |
+//! | the stream's own frees that others use | `Step::Wait`: `PoolCore::wait_on_device` | `order_before` makes the stream wait |
+//! | graph memory | `Capture::may_use`; `wait_or_grow` where the budget is short | `order_behind` makes the stream wait |
+//! | parkable memory | `Capture::may_use` | never |
+//! | blocks of a plan | `PlannedMemory::allocate_behind` | `order` makes the new stream wait |
 //!
 //! | what | driver call |
 //! |---|---|

@@ -76,10 +76,10 @@ pub(super) struct MappingCandidate {
 /// A mapping removed from the table, with the memory over it, which is in no list.
 ///
 /// Owning this value is the proof that no list, no block and no other thread can reach the range.
-/// It is no proof that the work on the range is done: [`ReclaimedMapping::is_done`] must be checked
+/// It is no proof that the work on the range is done: [`TakenMapping::is_done`] must be checked
 /// before the value is passed to [`MappedMemory::unmap_done`]. While it is not done, the handle may only
 /// be mapped a second time, or the value restored.
-pub(super) struct ReclaimedMapping<'s> {
+pub(super) struct TakenMapping<'s> {
     pub(super) mapping: Mapping,
     pub(super) pieces: List<'s, RangePiece>,
 }
@@ -95,7 +95,7 @@ impl RangePiece {
     }
 }
 
-impl ReclaimedMapping<'_> {
+impl TakenMapping<'_> {
     /// Returns whether the host has seen all work on the range done, so that it may be unmapped.
     pub(super) fn is_done(&self) -> bool {
         self.pieces.iter().all(|piece| is_done(&piece.deps))
@@ -303,7 +303,7 @@ impl MappedMemory {
     /// Moves free ranges of at least `least` bytes from the caches of `donors` to the shared free
     /// list. The cost grows with the number of ranges moved. No handle is moved.
     pub(crate) fn share_free(&self, donors: &[&'static StreamCache], least: u64) {
-        let _move = self.begin_move();
+        let _transfer = self.begin_transfer();
         let pass = self.scratch.begin();
         let mut taken = List::new_in(&*pass);
         for &donor in donors {
@@ -321,18 +321,18 @@ impl MappedMemory {
 
     /// Moves free ranges whose work is known to be done from the caches of `donors` to the shared
     /// free list, as far as a cache holds more than `cap` free bytes. Takes the high ends of the
-    /// longest ranges. Returns the number of moves begun, one for each cache above `cap`. No handle
+    /// longest ranges. Returns the number of transfers begun, one for each cache above `cap`. No handle
     /// is moved.
     pub(crate) fn cap_caches(&self, donors: &[&'static StreamCache], cap: u64) -> u64 {
-        let mut own_moves = 0;
+        let mut own_transfers = 0;
         for &donor in donors {
             let over = |s: &CacheState| s.heap.free_bytes().saturating_sub(cap);
             if donor.with(|s| over(s)) == 0 {
                 continue;
             }
-            let _move = self.begin_move();
+            let _transfer = self.begin_transfer();
             let pass = self.scratch.begin();
-            own_moves += 1;
+            own_transfers += 1;
             let (taken, timeline) = donor.with(|s| {
                 let timeline = s.timeline().cloned();
                 let done =
@@ -360,7 +360,7 @@ impl MappedMemory {
                 shared_free.add(range, smallvec![(timeline.clone(), stamp)]);
             }
         }
-        own_moves
+        own_transfers
     }
 
     /// Takes `range` out of a free range. Returns `None` if another thread has taken it.
@@ -405,12 +405,12 @@ impl MappedMemory {
 
     /// Takes a candidate: the memory over it from its lists, and the mapping out of the table.
     /// Returns `None` if another thread was faster.
-    pub(super) fn reclaim_mapping<'s>(
+    pub(super) fn take_mapping<'s>(
         &self,
         candidate: &MappingCandidate,
         free_ranges: &FreeRanges<'s>,
         may_wait: bool,
-    ) -> Option<ReclaimedMapping<'s>> {
+    ) -> Option<TakenMapping<'s>> {
         let whole = self.range(candidate.first, candidate.count);
         let mut pieces = List::new_in(free_ranges.bump());
         for free_range in free_ranges.touching(whole) {
@@ -427,20 +427,20 @@ impl MappedMemory {
             self.return_pieces(pieces);
             return None;
         };
-        let reclaimed = ReclaimedMapping { mapping, pieces };
-        if !may_wait && !reclaimed.is_done() {
-            self.restore_mappings([reclaimed]);
+        let taken = TakenMapping { mapping, pieces };
+        if !may_wait && !taken.is_done() {
+            self.restore_mappings([taken]);
             return None;
         }
-        Some(reclaimed)
+        Some(taken)
     }
 
-    /// Returns reclaimed mappings to where they were.
+    /// Returns taken mappings to where they were.
     pub(super) fn restore_mappings<'s>(
         &self,
-        reclaimed: impl IntoIterator<Item = ReclaimedMapping<'s>>,
+        taken: impl IntoIterator<Item = TakenMapping<'s>>,
     ) {
-        for ReclaimedMapping { mapping, pieces } in reclaimed {
+        for TakenMapping { mapping, pieces } in taken {
             self.slots().map(mapping);
             self.return_pieces(pieces);
         }

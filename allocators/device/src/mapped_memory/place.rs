@@ -146,7 +146,7 @@ impl MappedMemory {
             return Ok(false);
         }
         let taker = cache.timeline();
-        let in_use = plan.busy.iter().flat_map(|reclaimed| &reclaimed.pieces).chain(&claim.pieces);
+        let in_use = plan.busy.iter().flat_map(|taken| &taken.pieces).chain(&claim.pieces);
         for (stream, epoch) in in_use.flat_map(|piece| &piece.deps) {
             outcome.waits += u64::from(taker.wait_for(stream, *epoch)?);
         }
@@ -220,8 +220,8 @@ impl MappedMemory {
                 continue;
             }
             window.block.len = bytes;
-            let guard = self.begin_move();
-            outcome.own_moves += 1;
+            let guard = self.begin_transfer();
+            outcome.own_transfers += 1;
             for &(first, count) in &window.missing {
                 slots.claim(first, count);
             }
@@ -229,7 +229,7 @@ impl MappedMemory {
             let typical = free_ranges.typical_block(request.size());
             let largest = self.largest_handle(self.held.now(), free_ranges.live, typical);
             claim =
-                Some(Claim { window, pieces: List::new_in(bump), largest, overhang, _move: guard });
+                Some(Claim { window, pieces: List::new_in(bump), largest, overhang, _transfer: guard });
             break;
         }
         let Some(mut claim) = claim else { return Ok(None) };
@@ -303,7 +303,7 @@ impl MappedMemory {
                 pieces: List::new_in(&pass),
                 largest: self.largest_handle(bytes, 0, 0),
                 overhang: 0,
-                _move: self.begin_move(),
+                _transfer: self.begin_transfer(),
             }
         };
         let (mut plan, mut outcome) = (MappingPlan::new(&pass), PlaceOutcome::default());

@@ -4,7 +4,7 @@
 
 use super::{
     MappedMemory,
-    free_ranges::{Reach, ReclaimedMapping},
+    free_ranges::{Reach, TakenMapping},
     search::{Claim, PlaceOutcome, Supply},
 };
 use crate::backing::{
@@ -35,7 +35,7 @@ pub(super) struct MappingPlan<'s> {
     /// The slots at the end of the window that no planned handle covers.
     pub(super) unused: u64,
     /// Mappings whose work is not done. Their handles are mapped a second time.
-    pub(super) busy: List<'s, ReclaimedMapping<'s>>,
+    pub(super) busy: List<'s, TakenMapping<'s>>,
     /// Mappings made by this attempt that the driver refused to remove.
     pub(super) stuck: List<'s, Mapping>,
 }
@@ -138,15 +138,15 @@ impl<'s> MappingPlan<'s> {
     /// and the others.
     pub(super) fn split_busy(
         &mut self,
-    ) -> (List<'s, ReclaimedMapping<'s>>, List<'s, ReclaimedMapping<'s>>) {
+    ) -> (List<'s, TakenMapping<'s>>, List<'s, TakenMapping<'s>>) {
         let (mut used, mut unused) = (List::new_in(self.bump()), List::new_in(self.bump()));
-        for reclaimed in self.busy.drain(..) {
-            let handle = &reclaimed.mapping.handle;
+        for taken in self.busy.drain(..) {
+            let handle = &taken.mapping.handle;
             let is_unmapped = self
                 .unmapped
                 .iter()
                 .any(|unmapped| unmapped.busy && Arc::ptr_eq(&unmapped.handle, handle));
-            if is_unmapped { &mut unused } else { &mut used }.push(reclaimed);
+            if is_unmapped { &mut unused } else { &mut used }.push(taken);
         }
         (used, unused)
     }
@@ -211,7 +211,7 @@ impl MappedMemory {
         if options.moves_first && options.move_handles {
             // Takes as much as there is. Only what is still missing then is new.
             let short = need.saturating_sub(plan.bytes());
-            self.reclaim_mappings(claim, supply, short, plan, outcome)?;
+            self.take_mappings(claim, supply, short, plan, outcome)?;
         }
         loop {
             let short = need.saturating_sub(plan.bytes() + room);
@@ -223,7 +223,7 @@ impl MappedMemory {
                 if !options.move_handles {
                     return Ok(false);
                 }
-                self.reclaim_mappings(claim, supply, short, plan, outcome)?;
+                self.take_mappings(claim, supply, short, plan, outcome)?;
                 if plan.bytes() + room < need {
                     return Ok(false);
                 }
@@ -359,7 +359,7 @@ impl MappedMemory {
     ///
     /// # Errors
     /// The loss of the device.
-    fn reclaim_mappings(
+    fn take_mappings(
         &self,
         claim: &Claim<'_>,
         supply: &Supply<'_>,
@@ -378,24 +378,24 @@ impl MappedMemory {
         let (mut got, mut candidates) = (0, candidates.iter());
         while got < bytes {
             let mut done = List::new_in(plan.bump());
-            let mut taken = 0;
-            while got + taken < bytes
+            let mut done_bytes = 0;
+            while got + done_bytes < bytes
                 && let Some(candidate) = candidates.next()
             {
-                let Some(reclaimed) = self.reclaim_mapping(candidate, &free_ranges, may_wait)
+                let Some(taken) = self.take_mapping(candidate, &free_ranges, may_wait)
                 else {
                     continue;
                 };
-                let handle = &reclaimed.mapping.handle;
-                if reclaimed.is_done() {
-                    taken += handle.bytes();
-                    done.push(reclaimed);
+                let handle = &taken.mapping.handle;
+                if taken.is_done() {
+                    done_bytes += handle.bytes();
+                    done.push(taken);
                 } else {
                     got += handle.bytes();
                     outcome.count_move(handle);
                     let handle = handle.clone();
                     plan.unmapped.push(UnmappedHandle { handle, new: false, busy: true });
-                    plan.busy.push(reclaimed);
+                    plan.busy.push(taken);
                 }
             }
             let (unmapped, unmapping) = self.unmap_done(done);

@@ -4,7 +4,7 @@
 
 use super::{
     MappedMemory,
-    free_ranges::{FreeRanges, MappingCandidate, Reach, ReclaimedMapping},
+    free_ranges::{FreeRanges, MappingCandidate, Reach, TakenMapping},
 };
 use crate::{
     backing::{
@@ -52,9 +52,9 @@ impl MappedMemory {
         if over() == 0 {
             return reaped;
         }
-        // The memory is being moved until it is released. A concurrent caller that finds nothing
-        // retries, since it can then use the budget.
-        let _move = self.begin_move();
+        // Until the memory is released, a concurrent caller that finds nothing retries, since it
+        // can then use the budget.
+        let _transfer = self.begin_transfer();
         while over() > 0 {
             let spare = self.slots().spare.pop();
             if spare.is_none() {
@@ -71,12 +71,12 @@ impl MappedMemory {
                     if left == 0 || (candidate.count * self.slot > left && !beyond) {
                         continue;
                     }
-                    let Some(reclaimed) = self.reclaim_mapping(candidate, &free_ranges, false)
+                    let Some(mapping) = self.take_mapping(candidate, &free_ranges, false)
                     else {
                         continue;
                     };
-                    left = left.saturating_sub(reclaimed.mapping.handle.bytes());
-                    taken.push(reclaimed);
+                    left = left.saturating_sub(mapping.mapping.handle.bytes());
+                    taken.push(mapping);
                 }
             };
             candidates.sort_unstable_by_key(|c| Reverse((c.stretch, c.count, c.first)));
@@ -137,17 +137,17 @@ impl MappedMemory {
         }
     }
 
-    /// Unmaps reclaimed mappings whose work the host has seen done, releases their slots, and
+    /// Unmaps taken mappings whose work the host has seen done, releases their slots, and
     /// returns the handles. Mappings that the driver refuses to unmap are returned to their caches.
     /// The error is the first refusal, after all others have been tried. The caller has checked
-    /// [`ReclaimedMapping::is_done`] for each.
+    /// [`TakenMapping::is_done`] for each.
     pub(super) fn unmap_done<'s>(
         &self,
-        reclaimed: List<'s, ReclaimedMapping<'s>>,
+        taken: List<'s, TakenMapping<'s>>,
     ) -> (List<'s, Arc<Handle>>, Result<()>) {
-        let mut unmapped = List::with_capacity_in(reclaimed.len(), *reclaimed.allocator());
+        let mut unmapped = List::with_capacity_in(taken.len(), *taken.allocator());
         let outcome = self.unmap_each(
-            reclaimed,
+            taken,
             |s| &s.mapping,
             usize::MAX,
             |s, gone| {
@@ -184,7 +184,7 @@ impl MappedMemory {
     /// Unmaps a run of slots that no queued work uses, and releases the slots.
     ///
     /// Each mapping in the run must be out of the table and out of all lists, and its work done: a
-    /// [`ReclaimedMapping`] that [is done](ReclaimedMapping::is_done), a zombie that [is
+    /// [`TakenMapping`] that [is done](TakenMapping::is_done), a zombie that [is
     /// over](Zombie::is_over), or memory of a closed pool whose streams have been waited for.
     pub(super) fn unmap_run(&self, first: u64, count: u64) -> Result<()> {
         // SAFETY: 1. the caller's slots are in no cache, so nothing is queued for them any more,
@@ -198,8 +198,8 @@ impl MappedMemory {
 
     /// Keeps the old mappings of handles that have been mapped a second time until their work is
     /// done.
-    pub(super) fn zombify(&self, busy: List<'_, ReclaimedMapping<'_>>) {
-        let zombies = busy.into_iter().map(|ReclaimedMapping { mapping, pieces }| {
+    pub(super) fn zombify(&self, busy: List<'_, TakenMapping<'_>>) {
+        let zombies = busy.into_iter().map(|TakenMapping { mapping, pieces }| {
             let until = pieces.into_iter().flat_map(|piece| piece.deps).collect();
             Zombie { mapping, until }
         });

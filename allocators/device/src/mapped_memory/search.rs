@@ -1,6 +1,6 @@
 //! What a search for a place may use, the window that it claims, and what it did.
 
-use super::{MoveGuard, free_ranges::RangePiece};
+use super::{TransferGuard, free_ranges::RangePiece};
 use crate::{
     backing::{
         handle::{Handle, HandleError},
@@ -33,7 +33,7 @@ pub(super) struct Claim<'a> {
     /// The slots at the end of the window that need no handle.
     pub(super) overhang: u64,
     /// Lasts from before anything is taken until all of it is in some list again.
-    pub(super) _move: MoveGuard<'a>,
+    pub(super) _transfer: TransferGuard<'a>,
 }
 
 /// What a search has done.
@@ -52,8 +52,8 @@ pub(crate) struct PlaceOutcome {
     /// Waits queued on the device.
     pub(crate) waits: u64,
     /// Moves that this call has begun, as
-    /// [`MappedMemory::move_counts`](super::MappedMemory::move_counts) counts them.
-    pub(crate) own_moves: u64,
+    /// [`MappedMemory::transfer_counts`](super::MappedMemory::transfer_counts) counts them.
+    pub(crate) own_transfers: u64,
     /// Why no more could be taken from the driver.
     pub(crate) refused: Option<HandleError>,
     /// The driver's first refusal to unmap a handle from under free memory.

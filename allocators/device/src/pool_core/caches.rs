@@ -139,7 +139,7 @@ impl PoolCore {
     }
 
     /// Moves the free memory in the caches of streams without a lease to the shared free list.
-    /// Returns the number of moves begun. Makes no driver call.
+    /// Returns the number of transfers begun. Makes no driver call.
     pub(crate) fn share_abandoned(&self, bump: &Bump, caches: &[&'static StreamCache]) -> u64 {
         let abandoned = abandoned(bump, caches);
         if abandoned.is_empty() {

@@ -20,13 +20,13 @@ impl PoolCore {
     pub(crate) fn stats(&self) -> PoolStats {
         let version = || {
             let held = self.memory.held().now_of_pool();
-            (self.memory.move_counts(), self.dedicated.releases_under_way(), held)
+            (self.memory.transfer_counts(), self.dedicated.releases_under_way(), held)
         };
         let mut stats = PoolStats::default();
         for _ in 0..ATTEMPTS {
-            let before @ ((moves_begun, moves_ended), releases, _) = version();
+            let before @ ((transfers_begun, transfers_ended), releases, _) = version();
             stats = self.add_parts();
-            if moves_begun == moves_ended && releases == 0 && version() == before {
+            if transfers_begun == transfers_ended && releases == 0 && version() == before {
                 return stats;
             }
             std::thread::yield_now();

@@ -9,8 +9,8 @@ use std::sync::Mutex;
 /// reclaimers.
 const INLINE_STEPS: usize = 16;
 
-/// The number of moves begun, and the number of moves ended.
-pub(super) type MoveCounts = (u64, u64);
+/// The numbers of transfers begun and ended.
+pub(super) type TransferCounts = (u64, u64);
 
 /// The state of a slow path.
 #[derive(Default)]
@@ -19,9 +19,9 @@ pub(super) struct Progress<'a> {
     /// Whether events were polled, and the policy has decided by what is in use now.
     pub(super) polled: bool,
     /// The counts when the last search began.
-    pub(super) move_counts: MoveCounts,
-    /// Number of moves that this slow path itself has begun since.
-    pub(super) own_moves: u64,
+    pub(super) transfer_counts: TransferCounts,
+    /// Number of transfers that this slow path itself has begun since.
+    pub(super) own_transfers: u64,
     pub(super) tried: SmallVec<[Tried; INLINE_STEPS]>,
     pub(super) refused: Option<HandleError>,
     /// The driver's first refusal to release memory.

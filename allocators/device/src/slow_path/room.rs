@@ -1,4 +1,4 @@
-//! Makes room for dedicated memory.
+//! Makes room for dedicated memory: stable, reserved and planned blocks, and those of bypass mode.
 
 use super::progress::Progress;
 use crate::{

@@ -39,10 +39,9 @@ const IDLE_PAUSE: Duration = Duration::from_millis(50);
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
 /// How long reclaimers that wait for work may take in one round.
 const ANSWER_WAIT: Duration = Duration::from_millis(5);
-/// What it costs other processes to give back all that they offer, as far as the order of reclaimers
-/// is concerned. A part costs its share, so a request for little of much may cost less than from
-/// this process.
-const OTHERS_COST: Duration = Duration::from_secs(1);
+/// What it costs other processes to give back a MiB, as far as the order of reclaimers is concerned:
+/// more than anything in this process, so that they are asked last.
+const OTHERS_COST_PER_MIB: Duration = Duration::from_millis(10);
 
 /// The claims of a budget.
 struct BudgetClaims {
@@ -143,7 +142,9 @@ impl Reclaim for BudgetClaims {
 
     /// Returns what other members hold beyond their guarantees.
     fn offer(&self) -> Offer {
-        Offer { bytes: self.member.lent_to_others(), cost: OTHERS_COST }
+        let bytes = self.member.lent_to_others();
+        let mib = u32::try_from(bytes.div_ceil(1 << 20)).unwrap_or(u32::MAX);
+        Offer { bytes, cost: OTHERS_COST_PER_MIB.saturating_mul(mib) }
     }
 
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
