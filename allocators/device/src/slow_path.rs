@@ -46,7 +46,7 @@ use crate::{
 use aquifer_core::{
     Action, MemoryError, Reservation, Result, Tag, error::Tried, event::BlockKind, scratch::list,
 };
-use progress::{TransferCounts, Progress};
+use progress::{Progress, TransferCounts};
 use std::{
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
@@ -135,7 +135,8 @@ impl PoolCore {
         let (transfers_begun, _) = self.transfer_counts();
         let mut pause = SHORTEST_PAUSE;
         std::thread::yield_now();
-        while self.transfer_counts().1 < transfers_begun && until.is_none_or(|until| Instant::now() < until)
+        while self.transfer_counts().1 < transfers_begun
+            && until.is_none_or(|until| Instant::now() < until)
         {
             std::thread::sleep(pause);
             pause = (pause * 2).min(LONGEST_PAUSE);

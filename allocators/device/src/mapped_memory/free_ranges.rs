@@ -436,10 +436,7 @@ impl MappedMemory {
     }
 
     /// Returns taken mappings to where they were.
-    pub(super) fn restore_mappings<'s>(
-        &self,
-        taken: impl IntoIterator<Item = TakenMapping<'s>>,
-    ) {
+    pub(super) fn restore_mappings<'s>(&self, taken: impl IntoIterator<Item = TakenMapping<'s>>) {
         for TakenMapping { mapping, pieces } in taken {
             self.slots().map(mapping);
             self.return_pieces(pieces);

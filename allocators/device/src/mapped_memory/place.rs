@@ -228,8 +228,13 @@ impl MappedMemory {
             drop(slots);
             let typical = free_ranges.typical_block(request.size());
             let largest = self.largest_handle(self.held.now(), free_ranges.live, typical);
-            claim =
-                Some(Claim { window, pieces: List::new_in(bump), largest, overhang, _transfer: guard });
+            claim = Some(Claim {
+                window,
+                pieces: List::new_in(bump),
+                largest,
+                overhang,
+                _transfer: guard,
+            });
             break;
         }
         let Some(mut claim) = claim else { return Ok(None) };

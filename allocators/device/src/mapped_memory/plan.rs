@@ -382,8 +382,7 @@ impl MappedMemory {
             while got + done_bytes < bytes
                 && let Some(candidate) = candidates.next()
             {
-                let Some(taken) = self.take_mapping(candidate, &free_ranges, may_wait)
-                else {
+                let Some(taken) = self.take_mapping(candidate, &free_ranges, may_wait) else {
                     continue;
                 };
                 let handle = &taken.mapping.handle;

@@ -71,8 +71,7 @@ impl MappedMemory {
                     if left == 0 || (candidate.count * self.slot > left && !beyond) {
                         continue;
                     }
-                    let Some(mapping) = self.take_mapping(candidate, &free_ranges, false)
-                    else {
+                    let Some(mapping) = self.take_mapping(candidate, &free_ranges, false) else {
                         continue;
                     };
                     left = left.saturating_sub(mapping.mapping.handle.bytes());
