@@ -378,7 +378,9 @@ impl Bins {
                 let (mut prev, mut equal) = (at, node.next_equal);
                 while equal != NIL {
                     let record = &records[equal];
-                    visit(equal, record.prev_equal == prev && record.len == node.len);
+                    let in_no_tree = record.parent == NIL && record.children == [NIL; 2];
+                    let listed = record.prev_equal == prev && record.len == node.len;
+                    visit(equal, listed && in_no_tree);
                     (prev, equal) = (equal, record.next_equal);
                 }
                 for (side, &child) in node.children.iter().enumerate() {

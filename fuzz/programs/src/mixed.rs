@@ -762,7 +762,7 @@ impl World {
             let of_tenant: u64 = of_tenant.map(|live| live.buffer.block().bytes()).sum();
             assert_eq!(tenant.live(), of_tenant, "live bytes of a tenant");
         }
-        assert!(
+        debug_assert!(
             self.with_threads || self.pinned.is_consistent(),
             "the books of the pinned pool disagree"
         );

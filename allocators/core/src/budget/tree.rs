@@ -85,10 +85,7 @@ impl Node {
             for ancestor in self.ancestors {
                 ancestor.used.store(ancestor.used.load(Relaxed) - bytes, Relaxed);
             }
-            debug_assert!(
-                self.path().all(|node| node.own_unused_guarantee() == 0 && !node.is_shared_root()),
-                "a stale bound for releases"
-            );
+            debug_assert!(self.path().all(Node::releases_are_plain), "a stale bound for releases");
         }
         all_fit
     }
@@ -100,6 +97,14 @@ impl Node {
             && used <= self.peak.load(Relaxed)
             && self.own_unused_guarantee() == 0
             && self.waiter_priority.load(Relaxed) == NO_WAITER
+            && !self.is_shared_root()
+    }
+
+    /// Returns what the fast path of releases relies on: nothing but `used` had to change.
+    fn releases_are_plain(&self) -> bool {
+        let is_over = self.over_limit.load(Relaxed);
+        (!is_over || self.held() > self.limit.load(Relaxed))
+            && self.own_unused_guarantee() == 0
             && !self.is_shared_root()
     }
 

@@ -176,6 +176,10 @@ pub(crate) fn runs(
         while let Some((_, more)) = pieces.next_if(|(next, _)| *next == first + count) {
             count += more;
         }
+        debug_assert!(
+            pieces.peek().is_none_or(|(next, _)| *next > first + count),
+            "pieces are not sorted"
+        );
         Some((first, count))
     })
 }

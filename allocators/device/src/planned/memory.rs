@@ -478,8 +478,9 @@ impl ReleaseBlock for PlannedMemory {
         {
             let mut guard = self.state();
             let state = &mut *guard;
-            let number = block.key as usize;
-            state.places[number].epoch = block.timeline.open();
+            let place = &mut state.places[block.key as usize];
+            debug_assert!(place.more.is_none(), "a live block has the work of an earlier one");
+            place.epoch = block.timeline.open();
             state.count_free(block.bytes, request.bytes(), request.tag());
             state.cursor.free(block.key as u32);
             self.retire_if_unused(state, &mut left);
@@ -522,6 +523,7 @@ impl PlannedMemory {
     /// Frees the place of a block. A later block there follows the work that is not done.
     fn complete(&self, state: &mut State, mut block: DeferredFree, left: &mut Leftovers) {
         let place = &mut state.places[block.key as usize];
+        debug_assert!(place.more.is_none(), "a live block has the work of an earlier one");
         let own = block.work.own.iter().find(|(on, _)| Arc::ptr_eq(on, &block.timeline));
         place.epoch = own.map_or(0, |(_, epoch)| *epoch);
         let mut more = mem::take(&mut block.work).into_parts();

@@ -195,6 +195,13 @@ impl Spans {
         self.classes.iter().flat_map(|class| &class.partial).map(|span| free(span)).sum()
     }
 
+    /// Returns whether the classes count as many used slots as their slabs.
+    pub(super) fn counts_used(&self) -> bool {
+        let slabs = self.iter().filter(|span| !span.is_single());
+        let used: usize = slabs.map(|slab| slab.used() as usize).sum();
+        used == self.classes.iter().map(|class| class.used).sum()
+    }
+
     /// Allocates a single block.
     pub(super) fn allocate_single(
         &mut self,

@@ -623,6 +623,7 @@ impl PoolState {
             && self.heap.managed_bytes() == regions
             && (self.heap.live_bytes(), self.heap.live_blocks()) == (spanned, blocks)
             && free.0 == self.spans.free_bytes()
+            && self.spans.counts_used()
             && stats.live == live.0 + gated.0
             && stats.blocks == live.1 + gated.1
             && stats.pending == pending.0
