@@ -81,8 +81,9 @@ pub(crate) struct DedicatedPool {
     pub(crate) announced: AtomicU64,
     /// Number of times that a freed block may have dropped attached values.
     completions: AtomicU64,
-    /// Number of threads that release memory and have not counted it yet.
-    releases_under_way: AtomicU64,
+    /// Numbers of releases begun, and of those that are counted in the usage.
+    releases_begun: AtomicU64,
+    releases_counted: AtomicU64,
     state: Mutex<State>,
     /// The pool's slot, and the slot of this part.
     status: Arc<PoolSlot>,
@@ -165,7 +166,8 @@ impl DedicatedPool {
             generations: AtomicU64::new(1),
             announced: AtomicU64::new(0),
             completions: AtomicU64::new(0),
-            releases_under_way: AtomicU64::new(0),
+            releases_begun: AtomicU64::new(0),
+            releases_counted: AtomicU64::new(0),
             state: Mutex::new(State {
                 usage: DedicatedUsage { live, ..Default::default() },
                 ..Default::default()
@@ -461,7 +463,7 @@ impl DedicatedPool {
     /// Releases the retiring memory of a span whose work is done.
     pub(crate) fn reap_span(&self, span: &Arc<Span>) -> Released {
         let before = self.held.stuck();
-        self.releases_under_way.fetch_add(1, Ordering::SeqCst);
+        self.releases_begun.fetch_add(1, Ordering::SeqCst);
         let (released, outcome) = span.reap();
         // Unmapped, but not released by the driver: still held, and pending in the statistics.
         let stuck = self.held.stuck().saturating_sub(before).min(released);
@@ -472,7 +474,7 @@ impl DedicatedPool {
                 a.reaped += given;
             });
         }
-        self.releases_under_way.fetch_sub(1, Ordering::SeqCst);
+        self.releases_counted.fetch_add(1, Ordering::SeqCst);
         if !span.is_over() {
             self.enqueue_retiring(span);
         }
@@ -486,9 +488,12 @@ impl DedicatedPool {
         Released { bytes: released, refused: outcome.err() }
     }
 
-    /// Returns the number of threads that release memory and have not counted it yet.
-    pub(crate) fn releases_under_way(&self) -> u64 {
-        self.releases_under_way.load(Ordering::SeqCst)
+    /// Returns the numbers of releases begun and counted. Comparing them with a later result shows
+    /// whether memory was released that the usage still had.
+    pub(crate) fn release_counts(&self) -> (u64, u64) {
+        // The second is read first, as in `MappedMemory::transfer_counts`.
+        let counted = self.releases_counted.load(Ordering::SeqCst);
+        (self.releases_begun.load(Ordering::SeqCst), counted)
     }
 
     /// Counts a freed block that may have dropped attached values.

@@ -20,13 +20,14 @@ impl PoolCore {
     pub(crate) fn stats(&self) -> PoolStats {
         let version = || {
             let held = self.memory.held().now_of_pool();
-            (self.memory.transfer_counts(), self.dedicated.releases_under_way(), held)
+            (self.memory.transfer_counts(), self.dedicated.release_counts(), held)
         };
         let mut stats = PoolStats::default();
         for _ in 0..ATTEMPTS {
-            let before @ ((transfers_begun, transfers_ended), releases, _) = version();
+            let before @ (transfers, releases, _) = version();
             stats = self.add_parts();
-            if transfers_begun == transfers_ended && releases == 0 && version() == before {
+            let none_under_way = transfers.0 == transfers.1 && releases.0 == releases.1;
+            if none_under_way && version() == before {
                 return stats;
             }
             std::thread::yield_now();
