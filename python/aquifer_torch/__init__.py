@@ -6,7 +6,7 @@
     x = torch.empty(1 << 20, device="cuda") # from here on
     print(aquifer_torch.statistics())
 
-or for a part of a program only, above PyTorch's own allocator:
+or for a part of a program only, below PyTorch's own cache:
 
     with torch.cuda.use_mem_pool(aquifer_torch.mem_pool()):
         x = torch.empty(1 << 20, device="cuda")

@@ -63,7 +63,7 @@
 //!
 //! # Cost
 //! A device pool without open announcements serves blocks as if there were none. While one is open,
-//! every allocation takes the slow path and queries the driver for its stream's capture, which
+//! every allocation takes the full path and queries the driver for its stream's capture, which
 //! takes some tens of nanoseconds. An allocation within the capture takes a lock and a search, some
 //! hundreds. Guards and poison of the debug mode do not apply to blocks of graphs: every launch
 //! would write them.

@@ -77,7 +77,7 @@ pub(crate) struct PoolCore {
     pub(crate) directory: Arc<AddressDirectory>,
     /// Whether the driver has an observer, which needs the owner of each block.
     observed: bool,
-    /// Number of reasons to take the slow allocation path: another source of blocks, an observer
+    /// Number of reasons to take the full allocation path: another source of blocks, an observer
     /// or recorder, the limit of a tag, announced captures.
     full_path_reasons: AtomicU32,
     /// The features that take part, in the order of their first use.

@@ -12,7 +12,8 @@
 //! 5. the same, and new memory beyond the bound: live blocks pin the other handles.
 //!
 //! Beyond that half, if several streams hold a good part, larger blocks come from one list of all
-//! free memory. Where two threads take these steps at once, the bound rises by two of their blocks.
+//! free memory. Where two threads take these steps at once, the slack grows by two of their blocks,
+//! in all by half at most.
 
 pub(crate) mod steps;
 
@@ -51,7 +52,7 @@ pub(crate) struct SharingPolicy {
     all_shared: AtomicBool,
     /// The threads on the slow path.
     threads: AtomicU64,
-    /// The bytes by which the bound has risen because threads met there.
+    /// The bytes of the blocks of threads that met there, by which the bound rises.
     met: AtomicU64,
     /// Half of the bound is left.
     spacious: AtomicBool,
@@ -104,13 +105,13 @@ impl SharingPolicy {
     }
 
     /// Returns whether a block of `bytes` searches the shared free list before anything is polled.
-    /// In a pool whose slack is set below the default, every block is worth the poll.
+    /// Not in a pool whose slack is set below the default: it polls first.
     pub(crate) fn searches_shared_first(&self, bytes: u64) -> bool {
         self.prefers_shared(bytes) && !self.has_small_slack()
     }
 
     /// Counts a thread on the slow path, for a block of `bytes`, until the value is dropped. Raises
-    /// the bound where another thread is there.
+    /// the bound where another thread is there, up to half of the slack.
     pub(crate) fn enter_slow_path(&self, bytes: u64) -> OnSlowPath<'_> {
         if self.threads.fetch_add(1, Ordering::Relaxed) > 0 {
             self.met.fetch_add((2 * bytes).min(policy().least_slack), Ordering::Relaxed);
@@ -148,8 +149,9 @@ impl SharingPolicy {
         if self.has_small_slack() {
             return Some(peak.saturating_add(share));
         }
-        let met = self.met.load(Ordering::Relaxed);
-        Some(peak.saturating_add(share.max(policy().least_slack)).saturating_add(met))
+        let slack = share.max(policy().least_slack);
+        let met = self.met.load(Ordering::Relaxed).min(slack / 2);
+        Some(peak.saturating_add(slack).saturating_add(met))
     }
 
     /// Returns the bytes that can be added to what is held before it exceeds the bound, where a
@@ -318,7 +320,9 @@ mod tests {
             let _other = policy.enter_slow_path(MIB);
             drop(policy.enter_slow_path(MIB));
             drop(policy.enter_slow_path(1 << 40));
-            let risen = if rises { 2 * MIB + POLICY.least_slack } else { 0 };
+            // A larger block counts as the least slack, and half of the slack is the most.
+            let most = POLICY.least_slack / 2;
+            let risen = if rises { (2 * MIB + POLICY.least_slack).min(most) } else { 0 };
             assert_eq!(policy.bound(MIB), before.map(|before| before + risen));
         }
     }

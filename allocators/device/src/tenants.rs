@@ -25,7 +25,7 @@
 //! **Cost**: charges come from [`BudgetLease`](aquifer_core::budget::BudgetLease)s, one for each
 //! group of streams, so a block up to the lease's grain usually takes no lock of the tree. The
 //! block stores its charge in a small host allocation. Blocks without a tenant are not affected,
-//! except that a pool with a limited tag takes the slow path for all its blocks.
+//! except that a pool with a limited tag takes the full path for all its blocks.
 
 use crate::{
     Block, DeviceBuffer, DevicePool, Parkable, Request, Reserved, StableBlock,
@@ -110,7 +110,7 @@ impl DevicePool {
             || LiveLimit::new(Budget::new(tag.name(), bytes), Some(tag)),
         );
         limit.budget.set_limit(bytes);
-        // A thread that has seen the limit set takes the slow path, which checks it.
+        // A thread that has seen the limit set takes the full path, which checks it.
         if !limits.limits_tags.swap(true, Ordering::Relaxed) {
             core.add_full_path_reason();
         }

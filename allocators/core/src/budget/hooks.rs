@@ -98,7 +98,7 @@ pub struct Offer {
 }
 
 impl Offer {
-    /// Returns the cost of `bytes` of this offer.
+    /// Returns the cost of `bytes` of this offer; of all of it, if it has fewer.
     pub(super) fn cost_of(&self, bytes: u64) -> u128 {
         let part = u128::from(bytes.min(self.bytes));
         self.cost.as_nanos().saturating_mul(part) / u128::from(self.bytes.max(1))

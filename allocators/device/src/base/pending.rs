@@ -26,7 +26,7 @@
 //!
 //! # Where another stream takes a free range
 //! A slow path asks `is_done` of a range's [`StreamDeps`], which [`Timeline::poll`] has brought up to
-//! date. Only a search that `may_wait` takes a range whose work is not done.
+//! date. Of these searches only one that `may_wait` takes a range whose work is not done.
 //!
 //! | memory | taken in | with unfinished work |
 //! |---|---|---|
@@ -34,8 +34,8 @@
 //! | ranges of other caches | `FreeRanges::read_cache`, `read_shared`; `MappedMemory::claim` | `back_window` makes the new stream wait |
 //! | handles under free ranges | `MappedMemory::take_mappings` | the same; the old mapping becomes a zombie |
 //! | the stream's own frees that others use | `Step::Wait`: `PoolCore::wait_on_device` | `order_before` makes the stream wait |
-//! | graph memory | `Capture::may_use`; `wait_or_grow` where the budget is short | `order_behind` makes the stream wait |
-//! | parkable memory | `Capture::may_use` | never |
+//! | parkable memory | `Capture::may_use`; `wait_or_grow` where the budget is short | `order_behind` makes the stream wait |
+//! | graph memory | `Capture::may_use`; at a given address `allocate_at` | never; `order_behind` |
 //! | blocks of a plan | `PlannedMemory::allocate_behind` | `order` makes the new stream wait |
 //!
 //! | what | driver call |
