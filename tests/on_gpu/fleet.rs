@@ -266,9 +266,9 @@ fn what_the_table_shows_holds_on_a_simulated_fleet() {
     let mut table = Table::default();
     let sim = Sim::h200(2);
     let rt = exact_runtime(Runtime::builder().driver(sim.driver()).device_budget(64 * MIB));
-    each_policy(&rt, 4 * MIB, &mut table);
+    each_policy(&rt, MIB, &mut table);
     let driver: Arc<dyn Driver> = sim.driver();
-    copies(&driver, &[DeviceId(0), DeviceId(1)], 4 * MIB, &mut table);
+    copies(&driver, &[DeviceId(0), DeviceId(1)], MIB, &mut table);
     drop((rt, driver));
     let sim = Sim::h200(3);
     let scale = Scale {
@@ -276,7 +276,7 @@ fn what_the_table_shows_holds_on_a_simulated_fleet() {
         devices: 24 * MIB,
         process: 32 * MIB,
         tenant: 12 * MIB,
-        longest: Duration::from_secs(1),
+        longest: Duration::from_millis(500),
     };
     let fill = |_: usize, s: &Stream, x: &mut DeviceBuffer<u32>, number: u32| s.fill(x, number);
     stress(sim.driver(), &scale, &fill, |device| sim.lose_device(device), &mut table);

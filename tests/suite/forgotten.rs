@@ -14,7 +14,7 @@ use aquifer::{
 };
 use std::mem::forget;
 
-const SEEDS: std::ops::Range<u64> = 0..12;
+const SEEDS: std::ops::Range<u64> = 0..5;
 /// Bytes of each buffer.
 const BYTES: usize = 64 << 10;
 

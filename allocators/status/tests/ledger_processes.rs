@@ -27,7 +27,7 @@ use std::{
 
 const CHILDREN: usize = 16;
 const CAPACITY: u64 = 1000;
-const ROUNDS: u32 = 40;
+const ROUNDS: u32 = 12;
 /// A wish of a stopped process counts for so long.
 const LAPSES_AFTER: Duration = Duration::from_millis(100);
 /// No child may be without progress for so long, on a machine however slow.

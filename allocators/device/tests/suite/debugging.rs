@@ -201,7 +201,7 @@ fn under_pressure_the_pool_waits_for_other_streams_and_a_refusal_reports_pending
         };
         let rig = Rig::on(sim, 16, |config| {
             config.debug = Debugging::all();
-            config.adoption = adoption;
+            (config.adoption, config.wait) = (adoption, Duration::from_millis(500));
         });
         let (s, u) = (rig.stream(), rig.stream());
         for _ in 0..4 {

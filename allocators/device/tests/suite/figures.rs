@@ -134,7 +134,7 @@ fn figures_add_up_at_every_moment_while_threads_trade_memory() {
     let work = |pool: &DevicePool, seed: u64| {
         let (mut random, s) = (Random::new(seed), pool.stream().unwrap());
         let mut held: Vec<Block> = Vec::new();
-        for round in 0..4000 {
+        for round in 0..1500 {
             let most = [4096, MIB, 24 * MIB][random.index(3)];
             let bytes = 1 + random.below(most);
             match pool.alloc(&s, Request::bytes(bytes)) {

@@ -12,7 +12,7 @@ use aquifer_stream::Stream;
 const LEN: usize = 4096;
 
 /// The number of queue orders to try.
-const SEEDS: u64 = 40;
+const SEEDS: u64 = 16;
 
 /// Returns whether every byte equals `byte`.
 fn all(bytes: &[u8], byte: u8) -> bool {

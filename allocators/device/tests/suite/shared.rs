@@ -49,7 +49,7 @@ fn threads_that_take_over_memory_from_each_other_get_no_out_of_memory() {
             let stream = rig.stream();
             scope.spawn(move || {
                 together.wait();
-                (0..100).try_for_each(|_| {
+                (0..40).try_for_each(|_| {
                     live_and_let_go(number, &stream)?;
                     // Every stream has to search for memory again.
                     rig.pool.trim(0).map(drop)

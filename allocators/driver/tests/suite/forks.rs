@@ -37,7 +37,7 @@ fn a_forked_child_charges_and_finds_consistent_figures() {
                 }
             });
         }
-        for _ in 0..80 {
+        for _ in 0..20 {
             // SAFETY: 1. the child allocates nothing, and leaves by `_exit`.
             let child = unsafe { libc::fork() };
             if child == 0 {

@@ -401,7 +401,8 @@ fn annotations_in_any_order_become_phases_within_bounds() {
     let bytes = fs::read(folder.join("modern.pickle")).unwrap();
     let mut read = 0;
     for at in 0..bytes.len() {
-        for with in [0, 0x28, 0x4b, 0x53, 0x7f, 0x94, 0xff, bytes[at] ^ 1] {
+        let values = [0, 0x28, 0x4b, 0x53, 0x7f, 0x94, 0xff, bytes[at] ^ 1];
+        for with in values.into_iter().skip(at % 3).step_by(3) {
             let mut changed = bytes.clone();
             changed[at] = with;
             let Ok(of) = MemoryHistory::from_reader(std::io::Cursor::new(changed), None) else {
@@ -430,7 +431,7 @@ fn a_snapshot_cut_anywhere_is_an_error_and_one_with_any_byte_changed_is_no_crash
     }
     let mut read = 0;
     for at in 0..bytes.len() {
-        for with in [0, 0x28, 0x71, 0x7f, 0x94, 0xff] {
+        for with in [0, 0x28, 0x71, 0x7f, 0x94, 0xff].into_iter().skip(at % 2).step_by(2) {
             let mut changed = bytes.clone();
             changed[at] = with;
             read += u32::from(of(changed).is_ok());

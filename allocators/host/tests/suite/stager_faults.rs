@@ -51,7 +51,7 @@ fn round(rig: &Rig, size: usize, seed: u8) -> Result<(), StageError> {
 fn a_failed_driver_call_is_reported_and_the_next_transfer_succeeds() {
     for size in [KIB, 6 * KIB, 6 * SLOT] {
         for call in CALLS {
-            for nth in [1, 2, 3, 5, 8, 13, 21] {
+            for nth in [1, 2, 5, 13] {
                 let rig = Rig::new();
                 rig.sim.fail(call, nth, REFUSED);
                 match round(&rig, size, 1) {
@@ -76,7 +76,7 @@ fn calls_that_fail_again_and_again_lose_no_slot() {
             let rig = Rig::new();
             rig.stager.warm().unwrap();
             rig.sim.fail_every(call, every, REFUSED);
-            for seed in 0..4 {
+            for seed in 0..2 {
                 // Operands wait for the device when they are dropped, and clear failures for that.
                 let _told = round(&rig, 6 * SLOT, seed);
                 rig.sim.fail_every(call, every, REFUSED);
@@ -333,7 +333,7 @@ fn a_hanging_driver_call_delays_no_unrelated_transfer() {
 
 #[test]
 fn slots_are_not_reused_before_late_completion() {
-    for seed in 0..12 {
+    for seed in 0..5 {
         let rig = Rig::on(Sim::h200(1).seeded(seed).paced(16), GPU, config(), pinned());
         let mut x = rig.operand(20 * SLOT);
         for round in 0..3 {

@@ -27,7 +27,7 @@ fn simulated(program: &Program) -> (Outcome, usize) {
 
 #[test]
 fn programs_do_everything_that_there_is_to_do() {
-    let calls = SEEDS.flat_map(|seed| simulated(&Program::from_seed(seed)).0.calls);
+    let calls = SEEDS.step_by(4).flat_map(|seed| simulated(&Program::from_seed(seed)).0.calls);
     let calls: BTreeSet<_> = calls.collect();
     // Those of the operations, and six of the end.
     assert_eq!(calls.len(), 26, "{calls:?}");

@@ -351,11 +351,6 @@ fn llama_train_completes_on_the_simulator() {
 }
 
 #[test]
-fn resnet_train_completes_on_the_simulator() {
-    recorded("resnet_train.csv.xz", "--device sim");
-}
-
-#[test]
 fn serve_mixed_completes_on_the_simulator() {
     recorded("serve_mixed.csv.xz", "--device sim");
 }
@@ -556,7 +551,7 @@ fn the_screen_is_as_it_was_approved() {
 /// Replays a recorded trace over several numbers of streams. `crossings` uses still cross where
 /// there is more than one.
 fn replay_over_streams(name: &str, crossings: u64) {
-    for streams in [1, 2, 4, 8] {
+    for streams in [1, 8] {
         let output =
             replay(data(name), &format!("--device sim --json --repeat 1 --streams {streams}"));
         assert_eq!(output.status.code(), Some(0), "{streams}: {}", text(&output.stdout));
@@ -587,27 +582,24 @@ fn serve_mixed_is_clean_over_any_number_of_streams() {
 /// No round repeats another exactly: the streams differ in which frees are done at which time.
 #[test]
 fn streams_that_repeat_a_loop_stop_growing_at_a_fifth_above_the_peak() {
-    for seed in 1..=3 {
-        let trace = format!("made:sharded,seed={seed}");
-        let output = replay(Path::new(&trace), "--device sim --json --repeat 24");
-        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-        let value = json(&output);
-        let bytes = |of: &Value, name: &str| of[name].as_u64().unwrap();
-        let (held, peak) =
-            (bytes(&value, "peak_physical_bytes_of_all_rounds"), bytes(&value, "peak_live_bytes"));
-        assert!(held <= peak / 100 * 120, "seed {seed}: {held} of {peak}");
-        let rounds = value["rounds"].as_array().unwrap();
-        assert_eq!(rounds.len(), 24);
-        // Of more than 8,000 operations each. Handles move where the bound leaves no room.
-        let calls: u64 = rounds[4..].iter().map(|round| bytes(round, "memory_calls")).sum();
-        assert!(calls <= 20 * 200, "seed {seed}: {calls} memory calls in twenty rounds");
-    }
+    let output = replay(Path::new("made:sharded"), "--device sim --json --repeat 24");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let value = json(&output);
+    let bytes = |of: &Value, name: &str| of[name].as_u64().unwrap();
+    let (held, peak) =
+        (bytes(&value, "peak_physical_bytes_of_all_rounds"), bytes(&value, "peak_live_bytes"));
+    assert!(held <= peak / 100 * 120, "{held} of {peak}");
+    let rounds = value["rounds"].as_array().unwrap();
+    assert_eq!(rounds.len(), 24);
+    // Of more than 8,000 operations each. Handles move where the bound leaves no room.
+    let calls: u64 = rounds[4..].iter().map(|round| bytes(round, "memory_calls")).sum();
+    assert!(calls <= 20 * 200, "{calls} memory calls in twenty rounds");
 }
 
 #[test]
 fn a_split_trace_has_a_fit_that_holds() {
     let output = replay(
-        Path::new("made:steady,length=0.1"),
+        Path::new("made:steady,length=0.03"),
         "--device sim --repeat 1 --fit --json --streams 4",
     );
     assert_eq!(output.status.code(), Some(0), "{}{}", text(&output.stdout), text(&output.stderr));
@@ -616,7 +608,7 @@ fn a_split_trace_has_a_fit_that_holds() {
         (value["fit_bytes"].as_u64().expect("a fit"), value["peak_live_bytes"].as_u64());
     assert!(Some(fit) >= peak, "{value}");
     let again = replay(
-        Path::new("made:steady,length=0.1"),
+        Path::new("made:steady,length=0.03"),
         &format!("--device sim --repeat 1 --json --streams 4 --budget {fit}"),
     );
     assert_eq!(again.status.code(), Some(0), "{}", text(&again.stdout));

@@ -186,6 +186,7 @@ fn stage_tells_a_terminal_how_far_it_is_and_erases_that() {
             // Longer than the program waits before it tells anything.
             thread::sleep(Duration::from_millis(450));
             kill(id, Signal::SIGCONT).expect("a process");
+            thread::sleep(Duration::from_millis(10));
         }
     });
     assert!(status.success());

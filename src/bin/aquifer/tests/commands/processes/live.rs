@@ -65,7 +65,7 @@ fn narrow_terminals_and_those_that_change_keep_what_matters() {
     let folder = Scratch::new("narrow");
     let mut part = Part::start("device_process", &folder, 2);
     let own = part.figures();
-    let mut window = Window::open(&folder, &[], 60, 10);
+    let mut window = Window::open(&folder, &["--interval", "100ms"], 60, 10);
     let screen = window.wait("a process", |screen| screen.contains("1 process in"));
     for figure in [own[0], own[2], own[4], own[8]] {
         assert!(line(&screen, &part).contains(&amount(figure)), "{screen}");
