@@ -100,10 +100,11 @@
 //! missing, among free ranges and unused addresses. So warmed memory is used before a handle is
 //! created. Spare handles, which the pool holds and has mapped nowhere, come before new ones.
 //!
-//! A pool holds at most its [slack](PoolConfig::slack) more than the peak of its live bytes. Where
-//! this bound leaves less than the budget, it counts as the budget in all rules of this section,
-//! and held memory as its use. The head of `allocators/device/src/sharing_policy.rs` says which
-//! memory a block gets that fits nowhere in its stream's cache.
+//! A pool holds at most its [slack](PoolConfig::slack) more than the peak of its live bytes; more
+//! where threads allocate at once. Where this bound leaves less than the budget, it counts as the
+//! budget in all rules of this section, and held memory as its use. The head of
+//! `allocators/device/src/sharing_policy.rs` says which memory a block gets that fits nowhere in
+//! its stream's cache.
 //!
 //! A handle has 2 to 64 MiB: a 64th of what is held, less if the slack is set below the default, or
 //! a 1024th of what the pool could still take, the lesser of the two, or if it is more, a 16th of
