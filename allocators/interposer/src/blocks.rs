@@ -1,0 +1,72 @@
+//! The live blocks of the process, by address or by the driver's pointer to an array.
+//!
+//! Threads that use different addresses take different locks. None is held over a call of the
+//! driver.
+
+use crate::log::Subject;
+use aquifer_core::Charge;
+use std::{
+    collections::HashMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+/// Which memory of the device lies behind a block.
+pub(crate) enum Memory {
+    /// Its own, as long as this is charged.
+    Own(#[expect(dead_code, reason = "charged until it is dropped")] Charge),
+    /// A part of a page of 2 MiB that the driver divides.
+    Page(u64),
+    /// Memory of this pool of the driver.
+    Pool(usize),
+    /// Memory that comes when it is touched, and counts as the driver's own.
+    Managed,
+    /// A block of this library's pool.
+    #[cfg(feature = "serve")]
+    Served,
+}
+
+/// A live block.
+pub(crate) struct Block {
+    pub(crate) what: Subject,
+    /// The context whose end frees it, or 0 if none does.
+    pub(crate) context: usize,
+    pub(crate) memory: Memory,
+}
+
+/// A power of two.
+const SHARDS: usize = 64;
+
+pub(crate) struct Blocks {
+    shards: [Mutex<HashMap<u64, Block>>; SHARDS],
+}
+
+impl Blocks {
+    pub(crate) fn new() -> Self {
+        Self { shards: std::array::from_fn(|_| Mutex::default()) }
+    }
+
+    fn shard(&self, address: u64) -> MutexGuard<'_, HashMap<u64, Block>> {
+        // Addresses differ from bit 9 on, and large ones from bit 21 on.
+        let mixed = (address >> 9).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58;
+        self.shards[mixed as usize % SHARDS].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a block. Returns one that was there: it has ended without a call that is known here.
+    pub(crate) fn insert(&self, address: u64, block: Block) -> Option<Block> {
+        self.shard(address).insert(address, block)
+    }
+
+    pub(crate) fn remove(&self, address: u64) -> Option<Block> {
+        self.shard(address).remove(&address)
+    }
+
+    /// Removes the blocks that end with a context.
+    pub(crate) fn remove_of(&self, context: usize) -> Vec<(u64, Block)> {
+        let mut removed = Vec::new();
+        for shard in &self.shards {
+            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            removed.extend(shard.extract_if(|_, block| block.context == context));
+        }
+        removed
+    }
+}
