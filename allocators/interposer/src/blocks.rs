@@ -12,10 +12,15 @@ use std::{
 
 /// Which memory of the device lies behind a block.
 pub(crate) enum Memory {
-    /// Its own, as long as this is charged.
+    /// Pages of its own, as long as they are charged, and pages at its edges that other blocks may
+    /// lie on as well.
+    Pages {
+        /// Charged until it is dropped.
+        _own: Charge,
+        edges: [Option<u64>; 2],
+    },
+    /// Bytes of its own, as long as they are charged.
     Own(#[expect(dead_code, reason = "charged until it is dropped")] Charge),
-    /// A part of a page of 2 MiB that the driver divides.
-    Page(u64),
     /// Memory of this pool of the driver.
     Pool(usize),
     /// Memory that comes when it is touched, and counts as the driver's own.

@@ -1,5 +1,5 @@
 //! Who asked for memory: the innermost functions of the program that are not the driver's or the
-//! runtime's, and the Python functions that called them where the thread holds the interpreter's lock.
+//! runtime's, and the Python functions of the thread.
 #![expect(unsafe_code, reason = "walks the stack, and calls functions of the program's libraries")]
 
 use aquifer_core::Tag;
@@ -18,8 +18,8 @@ use std::{
 const DEPTH: usize = 32;
 /// How many functions of native code are named.
 const NAMED: usize = 6;
-/// How many functions of Python are named.
-const PYTHON_NAMED: usize = 6;
+/// How many frames of Python are read.
+const PYTHON_FRAMES: usize = 8;
 /// The most characters of one name.
 const NAME: usize = 96;
 /// Files whose functions are left out: the driver, its runtime, and this library.
@@ -85,13 +85,18 @@ fn native(by: &str, frames: &[*mut c_void]) -> String {
         if file.starts_with("libpython") || file.starts_with("python") {
             break;
         }
-        let name = if found.dli_sname.is_null() {
-            let offset = (frame as usize).wrapping_sub(found.dli_fbase as usize);
-            format!("{file}+{offset:#x}")
-        } else {
+        // A library that tells no names is named itself, once for all its frames.
+        let name = if !found.dli_sname.is_null() {
             // SAFETY: 1. As above.
             demangled(unsafe { CStr::from_ptr(found.dli_sname) })
+        } else if file.contains(".so") {
+            file.to_owned()
+        } else {
+            format!("{file}+{:#x}", (frame as usize).wrapping_sub(found.dli_fbase as usize))
         };
+        if text.ends_with(&name) {
+            continue;
+        }
         let end = name.char_indices().nth(NAME).map_or(name.len(), |(end, _)| end);
         // Writing to a string cannot fail.
         let _ = write!(text, " < {}", &name[..end]);
@@ -136,104 +141,132 @@ fn demangled(name: &CStr) -> String {
     text.split('(').next().unwrap_or_default().to_owned()
 }
 
-macro_rules! python_functions {
-    ($( $field:ident = $symbol:literal ($($argument:ty),*) -> $result:ty; )+) => {
-        /// The functions of the interpreter that are used: all are in Python 3.9 and later.
-        struct Python {
-            $( $field: unsafe extern "C" fn($($argument),*) -> $result, )+
-        }
-
-        impl Python {
-            fn find() -> Option<Self> {
-                Some(Self { $(
-                    $field: {
-                        let found = program_symbol($symbol)?;
-                        // SAFETY: 1. The type that Python's headers declare for this name.
-                        unsafe {
-                            mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> $result>(found)
-                        }
-                    },
-                )+ })
-            }
-        }
-    };
+/// Where an interpreter of one minor version keeps what is read: distances in bytes within its
+/// structures, from its headers.
+struct Layout {
+    /// From a thread's state to its frames, in two steps.
+    frames: [usize; 2],
+    /// In a frame.
+    code: usize,
+    previous: usize,
+    /// In a code object.
+    first_line: usize,
+    file: usize,
+    name: usize,
+    /// From an ASCII string to its characters.
+    characters: usize,
 }
 
-python_functions! {
-    is_initialized = c"Py_IsInitialized" () -> c_int;
-    holds_lock = c"PyGILState_Check" () -> c_int;
-    frame = c"PyEval_GetFrame" () -> *mut c_void;
-    back = c"PyFrame_GetBack" (*mut c_void) -> *mut c_void;
-    code = c"PyFrame_GetCode" (*mut c_void) -> *mut c_void;
-    line = c"PyFrame_GetLineNumber" (*mut c_void) -> c_int;
-    attribute = c"PyObject_GetAttrString" (*mut c_void, *const c_char) -> *mut c_void;
-    utf8 = c"PyUnicode_AsUTF8" (*mut c_void) -> *const c_char;
-    end = c"Py_DecRef" (*mut c_void) -> ();
+const LAYOUTS: [(&str, Layout); 2] = [
+    (
+        "3.11.",
+        Layout {
+            frames: [56, 8],
+            code: 32,
+            previous: 48,
+            first_line: 72,
+            file: 112,
+            name: 120,
+            characters: 48,
+        },
+    ),
+    (
+        "3.12.",
+        Layout {
+            frames: [56, 0],
+            code: 0,
+            previous: 8,
+            first_line: 68,
+            file: 112,
+            name: 120,
+            characters: 40,
+        },
+    ),
+];
+
+/// The program's interpreter.
+struct Python {
+    /// Returns the state of the calling thread, also where it does not hold the interpreter's lock.
+    thread_state: unsafe extern "C" fn() -> *const c_void,
+    layout: &'static Layout,
 }
 
 impl Python {
-    /// Returns an attribute of a code object as text.
-    ///
-    /// # Safety
-    /// 1. The thread holds the interpreter's lock, and `code` is a code object.
-    unsafe fn text(&self, code: *mut c_void, name: &CStr) -> Option<String> {
-        // SAFETY: 1. Guaranteed by the caller. The attributes of code objects exist, so no exception
-        // is set.
-        let value = unsafe { (self.attribute)(code, name.as_ptr()) };
-        if value.is_null() {
-            return None;
-        }
-        // SAFETY: 1. The attribute is a `str`, whose text lives as long as it does.
-        let text = unsafe { (self.utf8)(value) };
-        let text = if text.is_null() {
-            None
-        } else {
-            // SAFETY: 1. The text ends with a zero byte.
-            Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    fn find() -> Option<Self> {
+        let version = program_symbol(c"Py_GetVersion")?;
+        // SAFETY: 1. The type that Python's headers declare for this name.
+        let version = unsafe {
+            mem::transmute::<*mut c_void, unsafe extern "C" fn() -> *const c_char>(version)
         };
-        // SAFETY: 1. The reference is owned here.
-        unsafe { (self.end)(value) };
-        text
+        // SAFETY: 1. May be called at any time, and returns a text that stays.
+        let version = unsafe { CStr::from_ptr(version()) }.to_str().ok()?;
+        let layout = LAYOUTS.iter().find(|(prefix, _)| version.starts_with(prefix));
+        let state = program_symbol(c"PyGILState_GetThisThreadState")?;
+        // SAFETY: 1. As above.
+        let thread_state = unsafe {
+            mem::transmute::<*mut c_void, unsafe extern "C" fn() -> *const c_void>(state)
+        };
+        Some(Self { thread_state, layout: layout.map(|(_, layout)| layout)? })
     }
 }
 
-/// Names the Python functions of the calling thread, the innermost first, if it holds the lock of the
-/// interpreter: native code that has released it is not asked.
+/// Names the Python functions of the calling thread, the innermost first, with the lines where they
+/// begin. Native code has mostly released the interpreter's lock, so nothing of the interpreter is
+/// called: its frames are read as they lie in memory, which only this thread changes. The kernel
+/// reads, so that a place that is not mapped ends the list and nothing else.
 fn python() -> Option<String> {
     static PYTHON: OnceLock<Option<Python>> = OnceLock::new();
-    let python = PYTHON.get_or_init(Python::find).as_ref()?;
-    // SAFETY: 1. Both may be called by any thread.
-    if unsafe { (python.is_initialized)() == 0 || (python.holds_lock)() != 1 } {
-        return None;
-    }
+    let Python { thread_state, layout } = PYTHON.get_or_init(Python::find).as_ref()?;
+    // SAFETY: 1. May be called by any thread.
+    let state = unsafe { thread_state() } as usize;
+    let mut frame = layout.frames.iter().try_fold(state, |at, distance| word(at, *distance))?;
     let mut text = String::new();
-    // SAFETY: 1. The thread holds the lock, as was just checked. The frame is borrowed.
-    let mut frame = unsafe { (python.frame)() };
-    let mut owned = false;
-    for _ in 0..PYTHON_NAMED {
-        if frame.is_null() {
+    for _ in 0..PYTHON_FRAMES {
+        if frame == 0 {
             break;
         }
-        // SAFETY: 1. The thread holds the lock, and the frame lives: it is running, or owned here.
-        unsafe {
-            let (code, line) = ((python.code)(frame), (python.line)(frame));
-            let name = python.text(code, c"co_name").unwrap_or_default();
-            let path = python.text(code, c"co_filename").unwrap_or_default();
-            (python.end)(code);
-            let path = path.rsplit('/').next().unwrap_or_default();
+        let code = word(frame, layout.code)?;
+        let named = |at: usize| ascii(word(code, at)?, layout.characters);
+        if let (Some(file), Some(name)) = (named(layout.file), named(layout.name))
+            && !name.starts_with("<interpreter")
+        {
+            let line = word(code, layout.first_line)? as u32;
+            let file = file.rsplit('/').next().unwrap_or_default();
             let separator = if text.is_empty() { "" } else { " < " };
             // Writing to a string cannot fail.
-            let _ = write!(text, "{separator}{path}:{line} {name}");
-            let back = (python.back)(frame);
-            if owned {
-                (python.end)(frame);
-            }
-            (frame, owned) = (back, true);
+            let _ = write!(text, "{separator}{file}:{line} {name}");
         }
-    }
-    if owned && !frame.is_null() {
-        // SAFETY: 1. As above.
-        unsafe { (python.end)(frame) };
+        frame = word(frame, layout.previous)?;
     }
     (!text.is_empty()).then_some(text)
+}
+
+/// Reads bytes of this process, or as many as are mapped.
+fn read(address: usize, into: &mut [u8]) -> Option<()> {
+    if address == 0 {
+        return None;
+    }
+    let local = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
+    let remote = libc::iovec { iov_base: address as *mut c_void, iov_len: into.len() };
+    // SAFETY: 1. Writes to `into` only. The kernel checks the other address.
+    let got = unsafe {
+        libc::process_vm_readv(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0)
+    };
+    (usize::try_from(got) == Ok(into.len())).then_some(())
+}
+
+fn word(address: usize, distance: usize) -> Option<usize> {
+    let mut bytes = [0; 8];
+    read(address.checked_add(distance).filter(|_| address != 0)?, &mut bytes)?;
+    Some(usize::from_ne_bytes(bytes))
+}
+
+/// Reads an ASCII string of the interpreter's.
+fn ascii(string: usize, characters: usize) -> Option<String> {
+    const LENGTH: usize = 16;
+    let mut bytes = vec![0; word(string, LENGTH)?.min(NAME)];
+    read(string + characters, &mut bytes)?;
+    String::from_utf8(bytes)
+        .ok()
+        .filter(|text| text.chars().all(|c| c.is_ascii_graphic() || c == ' '))
 }

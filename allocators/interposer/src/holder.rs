@@ -2,7 +2,7 @@
 //! figures that `aquifer top` shows.
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 
-use crate::{log::Subject, nvml::Own, real::Real, session::Session};
+use crate::{blocks::Memory, log::Subject, nvml::Own, real::Real, session::Session};
 use aquifer_core::{
     Budget, Charge, DeviceId, PoolStats,
     budget::{HookRegistration, Offer, Reclaim},
@@ -22,10 +22,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The driver takes device memory in pages of this size, and divides them for smaller requests.
+/// The driver takes device memory in pages of this size, at multiples of it. Blocks share a page that
+/// none of them fills.
 pub(crate) const PAGE: u64 = 2 << 20;
-/// The largest request that shares a page: measured on driver 580, see the tests on a GPU.
-pub(crate) const LARGEST_SHARED: u64 = 1 << 20;
 /// How long a request waits for memory that others give back.
 const PATIENCE: Duration = Duration::from_millis(250);
 
@@ -40,10 +39,11 @@ struct Counts {
     failures: AtomicU64,
 }
 
-/// A page of the driver that small blocks share.
+/// A page of the driver that blocks share.
 struct SharedPage {
     blocks: u64,
-    charge: Charge,
+    /// Charged until it is dropped.
+    _charge: Charge,
 }
 
 /// What is held of one memory.
@@ -55,8 +55,8 @@ pub(crate) struct Holder {
     own: Own,
     counts: Counts,
     pages: Mutex<HashMap<u64, SharedPage>>,
-    /// Memory of graphs, as it was seen last.
-    pub(crate) graphs: Mutex<Option<Charge>>,
+    /// Memory of graphs, as it was seen last, and its charge, if it fits.
+    pub(crate) graphs: Mutex<(u64, Option<Charge>)>,
     slot: PoolSlot,
     /// What was held and what the driver had for itself when the trace was told last.
     told: Mutex<(u64, u64)>,
@@ -141,29 +141,72 @@ impl Holder {
         if let Ok(charge) = self.budget.charge(bytes) {
             return Some(charge);
         }
-        self.budget.make_room(bytes, Some(Instant::now() + PATIENCE), None);
+        self.make_room(bytes);
         self.budget.charge(bytes).ok()
     }
 
-    /// Counts a small block on the page of the driver that it lies on. Returns `None` if the page is
-    /// new and does not fit. `charge` is for a page, if one fits.
-    pub(crate) fn add_to_page(&self, page: u64, charge: Option<Charge>) -> Option<()> {
-        let mut pages = lock(&self.pages);
-        if let Some(shared) = pages.get_mut(&page) {
-            shared.blocks += 1;
-            return Some(());
-        }
-        pages.insert(page, SharedPage { blocks: 1, charge: charge? });
-        Some(())
+    /// Asks the driver's pools and other processes for room.
+    pub(crate) fn make_room(&self, bytes: u64) {
+        self.budget.make_room(bytes, Some(Instant::now() + PATIENCE), None);
     }
 
-    /// Removes a small block from its page.
-    pub(crate) fn remove_from_page(&self, page: u64) {
+    /// Charges the pages of a block that the driver has placed. `ahead` is what was charged for it.
+    /// Returns `None` if a page that is new does not fit.
+    pub(crate) fn add_pages(
+        &self,
+        address: u64,
+        bytes: u64,
+        ahead: Option<Charge>,
+    ) -> Option<Memory> {
+        let end = address.checked_add(bytes)?;
+        let (first, last) = (address / PAGE, (end - 1) / PAGE);
+        let starts_inside = !address.is_multiple_of(PAGE);
+        let ends_inside = !end.is_multiple_of(PAGE) && (last > first || !starts_inside);
+        let edges = [starts_inside.then_some(first), ends_inside.then_some(last)];
+        let whole = (last + 1 - first) - edges.iter().flatten().count() as u64;
+        let mut left = ahead;
+        let mut charge = |bytes| match left.as_mut().and_then(|left| left.split(bytes)) {
+            Some(part) => Some(part),
+            None => self.charge(bytes),
+        };
+        let own = charge(whole * PAGE)?;
+        for (at, &page) in
+            edges.iter().enumerate().filter_map(|(at, page)| Some((at, page.as_ref()?)))
+        {
+            let added = self.join_page(page) || {
+                let page_charge = charge(PAGE);
+                page_charge.is_some_and(|charge| self.add_page(page, charge))
+            };
+            if !added {
+                edges[..at].iter().flatten().for_each(|&page| self.leave_page(page));
+                return None;
+            }
+        }
+        Some(Memory::Pages { _own: own, edges })
+    }
+
+    /// Counts a block on a page that others lie on. Returns whether there are any.
+    fn join_page(&self, page: u64) -> bool {
+        let mut pages = lock(&self.pages);
+        let Some(shared) = pages.get_mut(&page) else { return false };
+        shared.blocks += 1;
+        true
+    }
+
+    /// Adds a page with its first block. Another thread may have added it meanwhile.
+    fn add_page(&self, page: u64, charge: Charge) -> bool {
+        let mut pages = lock(&self.pages);
+        pages.entry(page).or_insert(SharedPage { blocks: 0, _charge: charge }).blocks += 1;
+        true
+    }
+
+    /// Removes a block from a page.
+    pub(crate) fn leave_page(&self, page: u64) {
         let mut pages = lock(&self.pages);
         let Some(shared) = pages.get_mut(&page) else { return };
         shared.blocks -= 1;
         if shared.blocks == 0 {
-            let ended = pages.remove(&page).map(|shared| shared.charge);
+            let ended = pages.remove(&page);
             drop(pages);
             drop(ended);
         }
@@ -253,8 +296,10 @@ fn join(
     let mut capacity = 0;
     // SAFETY: 1. A local.
     unsafe { (real.cuDeviceTotalMem_v2)(&raw mut capacity, device as i32) };
+    // Reserved: what others of these programs borrow, they cannot give back.
+    let share = Share::new().guarantee(guarantee).limit(most).reserve();
     let joined = Ledger::open(folder, &memory.to_string(), capacity as u64)
-        .and_then(|ledger| Share::new().guarantee(guarantee).limit(most).join(ledger))
+        .and_then(|ledger| share.join(ledger))
         .and_then(|member| member.budget("the device of all processes", || None));
     joined.inspect_err(|error| super::report(&format!("memory is not shared: {error}"))).ok()
 }

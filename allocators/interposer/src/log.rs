@@ -11,7 +11,10 @@ use std::{
     mem,
     path::{Path, PathBuf},
     process,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 /// How many events may wait. A thread that adds one more writes them.
@@ -38,6 +41,9 @@ pub(crate) struct Log {
     /// Makes events. It passes none on.
     events: Recorder,
     path: PathBuf,
+    /// Whether an event was added. The first is written at once: processes that the program starts
+    /// see by the file that they are not the first.
+    has_begun: AtomicBool,
     waiting: Mutex<Vec<Event>>,
     file: Mutex<LogFile>,
 }
@@ -54,6 +60,7 @@ impl Log {
         Self {
             events: Recorder::new(Arc::new(NullSink)),
             path,
+            has_begun: AtomicBool::new(false),
             waiting: Mutex::default(),
             file: Mutex::new(LogFile::Unopened),
         }
@@ -88,7 +95,7 @@ impl Log {
             waiting.push(event);
             waiting.len()
         };
-        if waiting >= MOST_WAITING {
+        if waiting >= MOST_WAITING || !self.has_begun.swap(true, Ordering::Relaxed) {
             self.write();
         }
     }

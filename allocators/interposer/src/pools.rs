@@ -23,14 +23,25 @@ struct DriverPool {
     live: u64,
     /// Bytes of requests whose calls have not returned.
     asked: u64,
+    /// How many requests have ended.
+    settled: u64,
     /// Calls of this library that use it. The program's call that destroys it waits for them.
     users: u32,
+    /// What is reserved, and what requests whose calls have not returned may add to it.
     charge: Option<Charge>,
 }
 
 impl DriverPool {
     fn charged(&self) -> u64 {
         self.charge.as_ref().map_or(0, Charge::bytes)
+    }
+
+    /// Ends what is charged beyond `reserved`, which was read after `settled` requests had ended.
+    /// Requests that have ended since, or whose calls have not returned, may have made it grow.
+    fn end_excess(&mut self, reserved: u64, settled: u64) -> Option<Charge> {
+        let excess = self.charged().saturating_sub(reserved);
+        let charge = self.charge.as_mut().filter(|_| self.asked == 0 && self.settled == settled);
+        charge?.split(excess)
     }
 }
 
@@ -41,7 +52,6 @@ pub(crate) struct Pools(Mutex<Vec<DriverPool>>);
 pub(crate) struct AskedOfPool {
     pub(crate) pool: usize,
     bytes: u64,
-    charge: Option<Charge>,
 }
 
 fn reserved(real: &Real, pool: usize) -> Option<u64> {
@@ -65,6 +75,7 @@ impl Pools {
                 place,
                 live: 0,
                 asked: 0,
+                settled: 0,
                 users: 0,
                 charge: None,
             });
@@ -115,6 +126,10 @@ impl Pools {
         self.lock().iter().find(|known| known.handle == pool).map(|known| known.place)
     }
 
+    fn settled(&self, pool: usize) -> Option<u64> {
+        self.lock().iter().find(|known| known.handle == pool).map(|known| known.settled)
+    }
+
     /// Charges the growth that a request may cause. Returns `Err` if it does not fit.
     pub(crate) fn ask(
         &self,
@@ -122,27 +137,31 @@ impl Pools {
         pool: usize,
         bytes: u64,
     ) -> Result<AskedOfPool, ()> {
-        let missing = || {
+        let place = self.place_of(pool).ok_or(())?;
+        let holder = session.holder(place).ok_or(())?;
+        let mut is_last = false;
+        loop {
             let mut pools = self.lock();
-            let known = pools.iter_mut().find(|known| known.handle == pool)?;
+            let known = pools.iter_mut().find(|known| known.handle == pool).ok_or(())?;
             let wanted = known.live.saturating_add(known.asked).saturating_add(bytes);
             let missing = wanted.saturating_sub(known.charged());
-            if missing == 0 {
-                known.asked += bytes;
+            let growth = missing.checked_next_multiple_of(GROWTH).ok_or(())?;
+            if growth > 0 {
+                let Ok(more) = holder.budget.charge(growth) else {
+                    drop(pools);
+                    if is_last {
+                        return Err(());
+                    }
+                    // This may take from what the pool has cached.
+                    holder.make_room(growth);
+                    is_last = true;
+                    continue;
+                };
+                known.charge = merge(known.charge.take(), more);
             }
-            Some((missing, known.place))
-        };
-        let mut charge = None;
-        if let Some((missing, place)) = missing()
-            && missing > 0
-            && let Some(growth) = missing.checked_next_multiple_of(GROWTH)
-        {
-            charge = Some(session.holder(place).ok_or(())?.charge(growth).ok_or(())?);
-            if let Some(known) = self.lock().iter_mut().find(|known| known.handle == pool) {
-                known.asked += bytes;
-            }
+            known.asked += bytes;
+            return Ok(AskedOfPool { pool, bytes });
         }
-        Ok(AskedOfPool { pool, bytes, charge })
     }
 
     /// Ends a request, and charges what the pool has reserved. Returns whether it fits.
@@ -152,38 +171,32 @@ impl Pools {
         asked: AskedOfPool,
         succeeded: bool,
     ) -> bool {
-        let AskedOfPool { pool, bytes, charge: mut ahead } = asked;
+        let AskedOfPool { pool, bytes } = asked;
+        let settled = self.settled(pool);
         let now = reserved(session.real, pool);
         let mut pools = self.lock();
         let Some(known) = pools.iter_mut().find(|known| known.handle == pool) else { return true };
         known.asked = known.asked.saturating_sub(bytes);
+        let missing = now.unwrap_or(0).saturating_sub(known.charged());
+        if missing > 0 {
+            // It has grown by more than was expected.
+            let holder = session.holder(known.place);
+            let Some(more) = holder.and_then(|holder| holder.budget.charge(missing).ok()) else {
+                known.settled += 1;
+                return !succeeded;
+            };
+            known.charge = merge(known.charge.take(), more);
+        }
         if succeeded {
             known.live += bytes;
         }
-        let missing = now.unwrap_or(0).saturating_sub(known.charged());
-        let more = match ahead.as_mut().and_then(|ahead| ahead.split(missing.min(ahead.bytes()))) {
-            Some(part) if part.bytes() == missing => Some(part),
-            part => {
-                // The pool has grown by more than was expected.
-                let rest = missing - part.as_ref().map_or(0, Charge::bytes);
-                if rest == 0 {
-                    part
-                } else {
-                    match session
-                        .holder(known.place)
-                        .and_then(|holder| holder.budget.charge(rest).ok())
-                    {
-                        Some(rest) => merge(part, rest),
-                        None => return false,
-                    }
-                }
-            }
+        let excess = match (now, settled) {
+            (Some(now), Some(settled)) => known.end_excess(now, settled),
+            _ => None,
         };
-        if let Some(more) = more {
-            known.charge = merge(known.charge.take(), more);
-        }
+        known.settled += 1;
         drop(pools);
-        drop(ahead);
+        drop(excess);
         true
     }
 
@@ -193,34 +206,23 @@ impl Pools {
         }
     }
 
-    /// Takes back that a block was freed.
-    pub(crate) fn put_back(&self, pool: usize, bytes: u64) {
-        if let Some(known) = self.lock().iter_mut().find(|known| known.handle == pool) {
-            known.live += bytes;
-        }
-    }
-
     /// Returns what the pools of a memory have reserved beyond their blocks.
     pub(crate) fn cached(&self, place: MemoryLocation) -> u64 {
         let pools = self.lock();
         let of = pools.iter().filter(|known| known.place == place);
-        of.map(|known| known.charged().saturating_sub(known.live)).sum()
+        of.map(|known| known.charged().saturating_sub(known.live + known.asked)).sum()
     }
 
     /// Reads what the pools of a memory have reserved, and charges no more than that.
     pub(crate) fn refresh(&self, real: &Real, place: MemoryLocation) {
         self.each(place, |pool| {
+            let Some(settled) = self.settled(pool) else { return };
             let Some(now) = reserved(real, pool) else { return };
             let mut pools = self.lock();
-            let Some(known) = pools.iter_mut().find(|known| known.handle == pool) else { return };
-            let excess = known.charged().saturating_sub(now);
-            // A request whose call has not returned may make it grow.
-            let ended = match &mut known.charge {
-                Some(charge) if known.asked == 0 => charge.split(excess),
-                _ => None,
-            };
+            let known = pools.iter_mut().find(|known| known.handle == pool);
+            let excess = known.and_then(|known| known.end_excess(now, settled));
             drop(pools);
-            drop(ended);
+            drop(excess);
         });
     }
 

@@ -8,7 +8,7 @@
 use crate::{
     blocks::{Block, Blocks, Memory},
     callers,
-    holder::{Holder, LARGEST_SHARED, PAGE},
+    holder::{Holder, PAGE},
     log::{Log, Subject},
     pools::{AskedOfPool, Pools},
     real::{Code, NOT_INITIALIZED, OUT_OF_MEMORY, Opaque, Real, SUCCESS, real},
@@ -137,8 +137,8 @@ impl Begun {
 /// What was charged before the call.
 enum Ahead {
     Charge(Charge),
-    /// A small block: a page, if one fits.
-    Page(Option<Charge>),
+    /// Of a block whose pages its address tells. `None` if no page fits.
+    Pages(Option<Charge>),
     Pool(AskedOfPool),
     Nothing,
 }
@@ -296,17 +296,19 @@ impl Session {
         };
         let what = Subject { place, kind, stream: 0, bytes, tag: self.tag(by) };
         let holder = self.holder(place)?;
+        let pages = bytes.checked_next_multiple_of(PAGE)?;
         let ahead = match by {
             By::Managed => Ahead::Nothing,
-            By::Alloc | By::Pitch if bytes <= LARGEST_SHARED => {
-                Ahead::Page(holder.budget.charge(PAGE).ok())
-            }
+            // It may lie on a page that is charged already.
+            By::Alloc | By::Pitch if bytes < PAGE => Ahead::Pages(holder.budget.charge(PAGE).ok()),
             _ => {
-                let pages = bytes.checked_next_multiple_of(PAGE)?;
                 let taken = if kind == BlockKind::Pinned { bytes } else { pages };
-                match holder.charge(taken) {
-                    Some(charge) => Ahead::Charge(charge),
-                    None => return Some(Err(self.refuse(holder, what))),
+                let Some(charge) = holder.charge(taken) else {
+                    return Some(Err(self.refuse(holder, what)));
+                };
+                match by {
+                    By::Alloc | By::Pitch => Ahead::Pages(Some(charge)),
+                    _ => Ahead::Charge(charge),
                 }
             }
         };
@@ -416,11 +418,8 @@ impl Session {
         let Some(holder) = self.holder(what.place) else { return code };
         let memory = match ahead {
             Ahead::Charge(charge) => Some(Memory::Own(charge)),
-            Ahead::Page(charge) if code == SUCCESS => {
-                let page = address / PAGE;
-                holder.add_to_page(page, charge).map(|()| Memory::Page(page))
-            }
-            Ahead::Nothing | Ahead::Page(_) => Some(Memory::Managed),
+            Ahead::Pages(ahead) if code == SUCCESS => holder.add_pages(address, what.bytes, ahead),
+            Ahead::Nothing | Ahead::Pages(_) => Some(Memory::Managed),
             Ahead::Pool(asked) => {
                 let pool = asked.pool;
                 self.pools.settle(self, asked, code == SUCCESS).then_some(Memory::Pool(pool))
@@ -432,6 +431,8 @@ impl Session {
             Some(memory) => self.add(address, Block { what, context, memory }),
             None => {
                 free();
+                // A pool may have grown for it.
+                self.pools.trim(self.real, what.place);
                 self.refuse(holder, what);
                 return OUT_OF_MEMORY;
             }
@@ -463,9 +464,6 @@ impl Session {
         let block = self.blocks.remove(address)?;
         let stream = stream.map_or(block.what.stream, |stream| self.number_of(stream));
         self.record_end(address, Subject { stream, ..block.what });
-        if let Memory::Pool(pool) = block.memory {
-            self.pools.free(pool, block.what.bytes);
-        }
         Some(block)
     }
 
@@ -479,16 +477,17 @@ impl Session {
     pub(crate) fn release(&'static self, block: Block) {
         let Some(holder) = self.holder(block.what.place) else { return };
         holder.count_free(block.what.bytes);
-        if let Memory::Page(page) = block.memory {
-            holder.remove_from_page(page);
+        match block.memory {
+            Memory::Pages { edges, .. } => {
+                edges.into_iter().flatten().for_each(|page| holder.leave_page(page));
+            }
+            Memory::Pool(pool) => self.pools.free(pool, block.what.bytes),
+            _ => {}
         }
     }
 
     /// Puts a block back that the driver has not freed.
     pub(crate) fn put_back(&'static self, address: u64, block: Block) {
-        if let Memory::Pool(pool) = block.memory {
-            self.pools.put_back(pool, block.what.bytes);
-        }
         if let Some(holder) = self.holder(block.what.place) {
             // `add` counts it again.
             holder.count_free(block.what.bytes);
@@ -616,13 +615,13 @@ impl Session {
             )
         };
         let mut graphs = holder.graphs.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = graphs.as_ref().map_or(0, Charge::bytes);
+        let before = graphs.0;
         if code != SUCCESS || now == before {
             return;
         }
         // What does not fit is held all the same: no call of the program asks for it.
-        *graphs = None;
-        *graphs = holder.budget.charge(now).ok();
+        *graphs = (now, None);
+        graphs.1 = holder.budget.charge(now).ok();
         if let Some(log) = &self.log {
             let (place, tag) = (holder.place, Tag::named("graphs"));
             let of = |bytes| Subject { place, kind: BlockKind::Graph, stream: 0, bytes, tag };

@@ -142,8 +142,8 @@ pub(crate) struct Run {
     pub(crate) pinned_limit: Option<Size>,
     /// Claim memory of GPUs in the ledgers of a folder (default: that of `AQUIFER_LEDGER`), so that
     /// all programs that do so divide them
-    #[arg(long, value_name = "FOLDER", num_args = 0..=1, require_equals = true, default_missing_value = "")]
-    pub(crate) share: Option<PathBuf>,
+    #[arg(long, value_name = "FOLDER", require_equals = true)]
+    pub(crate) share: Option<Option<PathBuf>>,
     /// Bytes of each shared GPU that this program can always claim
     #[arg(long, value_name = "BYTES", requires = "share")]
     pub(crate) guarantee: Option<Size>,

@@ -101,8 +101,10 @@ fn prepare(args: &cli::Run, command: &mut Command) -> Result<Prepared, CommandEr
     set("AQUIFER_RUN_SERVE", flag(args.serve));
     let guarantee = args.guarantee.map_or(0, |guarantee| guarantee.0);
     set("AQUIFER_RUN_SHARE", args.share.as_ref().map(|_| guarantee.to_string().into()));
-    if let Some(folder) = args.share.as_ref().filter(|folder| !folder.as_os_str().is_empty()) {
-        command.env(ledger::VARIABLE, folder);
+    if let Some(Some(folder)) = &args.share {
+        let absolute = std::path::absolute(folder);
+        let absolute = absolute.map_err(|error| CommandError::Output(folder.clone(), error))?;
+        command.env(ledger::VARIABLE, absolute);
     }
     Ok(Prepared::Observed)
 }
@@ -112,16 +114,18 @@ fn limits(args: &cli::Run) -> Result<Option<String>, CommandError> {
     let mut limits: Vec<String> = args.limit.iter().map(cli::DeviceLimit::to_string).collect();
     if limits.is_empty() {
         const VARIABLE: &str = "CUDA_DEVICE_MEMORY_LIMIT";
-        for (name, value) in env::vars() {
+        for (name, value) in env::vars_os() {
+            let (name, value) = (name.to_string_lossy(), value.to_string_lossy());
             let Some(rest) = name.strip_prefix(VARIABLE) else { continue };
             let device = match rest.strip_prefix('_') {
                 None if rest.is_empty() => String::new(),
                 Some(number) if number.parse::<u32>().is_ok() => format!("{number}="),
                 _ => continue,
             };
-            let limit: cli::DeviceLimit = format!("{device}{value}")
-                .parse()
-                .map_err(|_| CommandError::Variable { name, value })?;
+            let limit: cli::DeviceLimit = format!("{device}{value}").parse().map_err(|_| {
+                let (name, value) = (name.clone().into_owned(), value.clone().into_owned());
+                CommandError::Variable { name, value }
+            })?;
             limits.push(limit.to_string());
         }
         limits.sort();
@@ -154,11 +158,12 @@ fn driver() -> Option<PathBuf> {
     })
 }
 
-/// Returns the path of the library: beside this program, or where an installation puts libraries.
+/// Returns the path of the library: where Cargo builds it, beside this program, or where an
+/// installation puts libraries.
 fn library() -> Result<PathBuf, CommandError> {
     let program = env::current_exe().and_then(fs::canonicalize).unwrap_or_default();
     let beside = program.parent().unwrap_or(Path::new(""));
-    let folders = [beside.to_owned(), beside.join("deps"), beside.join("../lib")];
+    let folders = [beside.join("deps"), beside.to_owned(), beside.join("../lib")];
     let found = folders.iter().find_map(|folder| fs::canonicalize(folder.join(LIBRARY)).ok());
     found.ok_or_else(|| CommandError::NoLibrary { name: LIBRARY, folder: beside.to_owned() })
 }
@@ -225,7 +230,7 @@ fn wait(
     end_as(status)
 }
 
-/// Writes the page of the trace, which is removed if nobody has asked for it.
+/// Writes the page of the trace. Traces that nobody has asked for are removed.
 fn write_page(args: &cli::Run, page: &Path) -> Result<(), CommandError> {
     let Some(trace) = trace(args)?.filter(|trace| trace.exists()) else {
         super::report_error("the program took no memory of a GPU, so there is no page");
@@ -237,7 +242,12 @@ fn write_page(args: &cli::Run, page: &Path) -> Result<(), CommandError> {
         super::report_error(&error.to_string());
     }
     if args.record.is_none() {
-        let _removed = fs::remove_file(&trace);
+        // Further processes of the program have written others, with the same beginning.
+        let stem = format!("run-{}.", process::id());
+        let files = fs::read_dir(folder::default_folder()).into_iter().flatten().flatten();
+        for file in files.filter(|file| file.file_name().as_bytes().starts_with(stem.as_bytes())) {
+            let _removed = fs::remove_file(file.path());
+        }
     }
     Ok(())
 }
