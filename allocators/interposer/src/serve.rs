@@ -9,7 +9,7 @@ use crate::{
     blocks::{Block, Memory},
     log::Subject,
     real::{Code, LIBRARY, OUT_OF_MEMORY, Opaque, SUCCESS},
-    session::{By, Session},
+    session::{By, NoSignals, Session},
 };
 use aquifer_core::{
     DeviceId, MemoryError, Request, Result,
@@ -45,6 +45,7 @@ impl Serving {
     }
 
     fn open(&self, session: &'static Session, device: u32) -> Option<DevicePool> {
+        let _blocked = NoSignals::new();
         let driver = self.driver.get_or_init(|| {
             let opened = CudaDriver::open_library(LIBRARY.to_str().ok()?);
             opened.inspect_err(|error| super::report(&format!("nothing is served: {error}"))).ok()

@@ -239,6 +239,7 @@ impl Session {
             MemoryLocation::Device(DeviceId(device)) => {
                 let holder = self.devices.get(device as usize)?;
                 Some(holder.get_or_init(|| {
+                    let _blocked = NoSignals::new();
                     let holder = Holder::device(self, device);
                     holder.tell_start(self);
                     holder
@@ -650,7 +651,7 @@ impl Session {
     }
 }
 
-/// Starts the thread that writes and publishes. It takes no signal of the program's.
+/// Starts the thread that writes and publishes.
 fn start_thread() {
     let work = || {
         let mut rounds = 0u32;
@@ -662,13 +663,29 @@ fn start_thread() {
             }
         }
     };
-    // SAFETY: 1. Both sets are locals that the calls fill.
-    unsafe {
-        let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
-        libc::sigfillset(&raw mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
-        // Without it the trace is written when the process ends.
-        let _started = thread::Builder::new().name("aquifer-run".to_owned()).spawn(work);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, null_mut());
+    let _blocked = NoSignals::new();
+    // Without it the trace is written when the process ends.
+    let _started = thread::Builder::new().name("aquifer-run".to_owned()).spawn(work);
+}
+
+/// As long as it lives, threads that this one starts take no signal: those are the program's.
+pub(crate) struct NoSignals(libc::sigset_t);
+
+impl NoSignals {
+    pub(crate) fn new() -> Self {
+        // SAFETY: 1. Both sets are locals that the calls fill.
+        unsafe {
+            let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
+            libc::sigfillset(&raw mut all);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+            Self(before)
+        }
+    }
+}
+
+impl Drop for NoSignals {
+    fn drop(&mut self) {
+        // SAFETY: 1. A set that the call in `new` has filled.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.0, null_mut()) };
     }
 }
