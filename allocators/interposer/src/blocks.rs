@@ -3,11 +3,12 @@
 //! Threads that use different addresses take different locks. None is held over a call of the
 //! driver.
 
-use crate::log::Subject;
+use crate::{log::Subject, pools::DriverPool};
 use aquifer_core::Charge;
 use std::{
     collections::HashMap,
-    sync::{Mutex, MutexGuard, PoisonError},
+    hash::{BuildHasherDefault, Hasher},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 /// Which memory of the device lies behind a block.
@@ -22,7 +23,7 @@ pub(crate) enum Memory {
     /// Bytes of its own, as long as they are charged.
     Own(#[expect(dead_code, reason = "charged until it is dropped")] Charge),
     /// Memory of this pool of the driver.
-    Pool(usize),
+    Pool(Arc<DriverPool>),
     /// Memory that comes when it is touched, and counts as the driver's own.
     Managed,
     /// A block of this library's pool.
@@ -41,8 +42,29 @@ pub(crate) struct Block {
 /// A power of two.
 const SHARDS: usize = 64;
 
+/// Hashes an address: the program's own are spread well enough by one multiplication.
+#[derive(Default)]
+pub(crate) struct AddressHasher(u64);
+
+impl Hasher for AddressHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_u64(self.0 ^ u64::from(byte)));
+    }
+
+    fn write_u64(&mut self, address: u64) {
+        // The map takes its slot from the low bits, and the upper ones differ most.
+        self.0 = (address >> 9).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
+    }
+}
+
+type BlockMap = HashMap<u64, Block, BuildHasherDefault<AddressHasher>>;
+
 pub(crate) struct Blocks {
-    shards: [Mutex<HashMap<u64, Block>>; SHARDS],
+    shards: [Mutex<BlockMap>; SHARDS],
 }
 
 impl Blocks {
@@ -50,7 +72,7 @@ impl Blocks {
         Self { shards: std::array::from_fn(|_| Mutex::default()) }
     }
 
-    fn shard(&self, address: u64) -> MutexGuard<'_, HashMap<u64, Block>> {
+    fn shard(&self, address: u64) -> MutexGuard<'_, BlockMap> {
         // Addresses differ from bit 9 on, and large ones from bit 21 on.
         let mixed = (address >> 9).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58;
         self.shards[mixed as usize % SHARDS].lock().unwrap_or_else(PoisonError::into_inner)

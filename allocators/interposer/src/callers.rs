@@ -18,8 +18,13 @@ use std::{
 const DEPTH: usize = 32;
 /// How many functions of native code are named.
 const NAMED: usize = 6;
-/// How many frames of Python are read.
-const PYTHON_FRAMES: usize = 8;
+/// How many frames of Python are read, and how many functions are named.
+const PYTHON_FRAMES: usize = 64;
+const PYTHON_NAMED: usize = 6;
+/// What paths of Python's libraries contain.
+const LIBRARIES: [&str; 3] = ["/site-packages/", "/dist-packages/", "/lib/python3"];
+/// The longest string of Python that is read.
+const PYTHON_TEXT: usize = 512;
 /// The most characters of one name.
 const NAME: usize = 96;
 /// Files whose functions are left out: the driver, its runtime, and this library.
@@ -120,15 +125,23 @@ fn program_symbol(name: &CStr) -> Option<*mut c_void> {
 fn demangled(name: &CStr) -> String {
     type Demangle =
         unsafe extern "C" fn(*const c_char, *mut c_char, *mut usize, *mut c_int) -> *mut c_char;
-    static DEMANGLE: OnceLock<Option<usize>> = OnceLock::new();
     let plain = name.to_string_lossy();
-    let found =
-        *DEMANGLE.get_or_init(|| program_symbol(c"__cxa_demangle").map(|found| found as usize));
-    let Some(demangle) = found.filter(|_| plain.starts_with("_Z")) else {
+    if !plain.starts_with("_Z") {
         return plain.into_owned();
-    };
+    }
+    // SAFETY: 1. A text that ends with a zero byte. Nothing is loaded.
+    let library =
+        unsafe { libc::dlopen(c"libstdc++.so.6".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };
+    if library.is_null() {
+        return plain.into_owned();
+    }
+    // SAFETY: 1. An open library, which the program keeps, and a text that ends with a zero byte.
+    let demangle = unsafe { libc::dlsym(library, c"__cxa_demangle".as_ptr()) };
+    if demangle.is_null() {
+        return plain.into_owned();
+    }
     // SAFETY: 1. The type that the C++ ABI declares for this name.
-    let demangle = unsafe { mem::transmute::<usize, Demangle>(demangle) };
+    let demangle = unsafe { mem::transmute::<*mut c_void, Demangle>(demangle) };
     // SAFETY: 1. A text that ends with a zero byte. It allocates the result.
     let result = unsafe { demangle(name.as_ptr(), null_mut(), null_mut(), null_mut()) };
     if result.is_null() {
@@ -220,25 +233,28 @@ fn python() -> Option<String> {
     // SAFETY: 1. May be called by any thread.
     let state = unsafe { thread_state() } as usize;
     let mut frame = layout.frames.iter().try_fold(state, |at, distance| word(at, *distance))?;
-    let mut text = String::new();
+    let (mut text, mut named) = (String::new(), 0);
     for _ in 0..PYTHON_FRAMES {
-        if frame == 0 {
+        if frame == 0 || named == PYTHON_NAMED {
             break;
         }
         let code = word(frame, layout.code)?;
-        let named = |at: usize| ascii(word(code, at)?, layout.characters);
-        if let (Some(file), Some(name)) = (named(layout.file), named(layout.name))
+        let attribute = |at: usize| ascii(word(code, at)?, layout.characters);
+        if let (Some(path), Some(name)) = (attribute(layout.file), attribute(layout.name))
             && !name.starts_with("<interpreter")
+            // Of libraries, only the function that was called last.
+            && (named == 0 || !LIBRARIES.iter().any(|library| path.contains(library)))
         {
             let line = word(code, layout.first_line)? as u32;
-            let file = file.rsplit('/').next().unwrap_or_default();
-            let separator = if text.is_empty() { "" } else { " < " };
+            let file = path.rsplit('/').next().unwrap_or_default();
+            let separator = if named == 0 { "" } else { " < " };
             // Writing to a string cannot fail.
             let _ = write!(text, "{separator}{file}:{line} {name}");
+            named += 1;
         }
         frame = word(frame, layout.previous)?;
     }
-    (!text.is_empty()).then_some(text)
+    (named > 0).then_some(text)
 }
 
 /// Reads bytes of this process, or as many as are mapped.
@@ -264,7 +280,7 @@ fn word(address: usize, distance: usize) -> Option<usize> {
 /// Reads an ASCII string of the interpreter's.
 fn ascii(string: usize, characters: usize) -> Option<String> {
     const LENGTH: usize = 16;
-    let mut bytes = vec![0; word(string, LENGTH)?.min(NAME)];
+    let mut bytes = vec![0; word(string, LENGTH)?.min(PYTHON_TEXT)];
     read(string + characters, &mut bytes)?;
     String::from_utf8(bytes)
         .ok()

@@ -33,7 +33,6 @@ const PATIENCE: Duration = Duration::from_millis(250);
 struct Counts {
     live: AtomicU64,
     peak: AtomicU64,
-    blocks: AtomicU64,
     allocations: AtomicU64,
     frees: AtomicU64,
     failures: AtomicU64,
@@ -60,7 +59,7 @@ pub(crate) struct Holder {
     slot: PoolSlot,
     /// What was held and what the driver had for itself when the trace was told last.
     told: Mutex<(u64, u64)>,
-    _shared: Option<SharedBudget>,
+    shared: Option<SharedBudget>,
     /// Gives back what the driver's pools have cached, and the hook that calls it.
     _trimmer: Option<(Arc<Trimmer>, HookRegistration)>,
 }
@@ -99,7 +98,7 @@ impl Holder {
         });
         Self {
             own,
-            _shared: shared,
+            shared,
             _trimmer: Some((trimmer, hook)),
             ..Self::new(place, budget, limit, slot)
         }
@@ -130,7 +129,7 @@ impl Holder {
             graphs: Mutex::default(),
             slot,
             told: Mutex::default(),
-            _shared: None,
+            shared: None,
             _trimmer: None,
         }
     }
@@ -143,6 +142,11 @@ impl Holder {
         }
         self.make_room(bytes);
         self.budget.charge(bytes).ok()
+    }
+
+    /// Returns whether anything may refuse a charge.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.limit.is_some() || self.shared.is_some()
     }
 
     /// Asks the driver's pools and other processes for room.
@@ -213,16 +217,16 @@ impl Holder {
     }
 
     pub(crate) fn count_alloc(&self, bytes: u64) {
-        let Counts { live, peak, blocks, allocations, .. } = &self.counts;
+        let Counts { live, peak, allocations, .. } = &self.counts;
         let live = live.fetch_add(bytes, Relaxed) + bytes;
-        peak.fetch_max(live, Relaxed);
-        blocks.fetch_add(1, Relaxed);
+        if live > peak.load(Relaxed) {
+            peak.fetch_max(live, Relaxed);
+        }
         allocations.fetch_add(1, Relaxed);
     }
 
     pub(crate) fn count_free(&self, bytes: u64) {
         self.counts.live.fetch_sub(bytes, Relaxed);
-        self.counts.blocks.fetch_sub(1, Relaxed);
         self.counts.frees.fetch_add(1, Relaxed);
     }
 
@@ -261,7 +265,7 @@ impl Holder {
                 std::cmp::Ordering::Equal => {}
             }
         }
-        let Counts { live, peak, blocks, allocations, frees, failures } = &self.counts;
+        let Counts { live, peak, allocations, frees, failures } = &self.counts;
         self.slot.publish(|| {
             let (live, physical) = (live.load(Relaxed), self.budget.used());
             let mut stats = PoolStats::default();
@@ -269,8 +273,10 @@ impl Holder {
             stats.cached = physical.saturating_sub(live);
             (stats.peak_live, stats.peak_requested) = (peak.load(Relaxed), peak.load(Relaxed));
             stats.peak_physical = self.budget.peak();
-            (stats.blocks, stats.failures) = (blocks.load(Relaxed), failures.load(Relaxed));
-            (stats.allocations, stats.frees) = (allocations.load(Relaxed), frees.load(Relaxed));
+            // Frees are read first: no block is freed before it is counted.
+            (stats.frees, stats.failures) = (frees.load(Relaxed), failures.load(Relaxed));
+            stats.allocations = allocations.load(Relaxed);
+            stats.blocks = stats.allocations.saturating_sub(stats.frees);
             PoolFigures { stats, limit: tightest_limit(&self.budget), largest_free: None }
         });
     }
@@ -329,7 +335,9 @@ impl Reclaim for Trimmer {
     }
 
     fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {
-        self.session.pools.trim(self.session.real, self.place);
+        if let Some(holder) = self.session.holder_if_open(self.place) {
+            self.session.pools.trim(self.session.real, holder);
+        }
     }
 }
 

@@ -17,8 +17,8 @@ use std::{
     },
 };
 
-/// How many events may wait. A thread that adds one more writes them.
-const MOST_WAITING: usize = 1 << 16;
+/// How many events may wait, each of 80 bytes. A thread that adds one more writes them.
+const MOST_WAITING: usize = 1 << 20;
 
 /// What an event is about.
 #[derive(Clone, Copy)]
@@ -45,7 +45,13 @@ pub(crate) struct Log {
     /// see by the file that they are not the first.
     has_begun: AtomicBool,
     waiting: Mutex<Vec<Event>>,
-    file: Mutex<LogFile>,
+    writer: Mutex<Writer>,
+}
+
+struct Writer {
+    file: LogFile,
+    /// Takes the place of the list that is written, so that no list grows anew.
+    spare: Vec<Event>,
 }
 
 /// The file appears with the first event, so that a process that takes no memory leaves none.
@@ -62,7 +68,7 @@ impl Log {
             path,
             has_begun: AtomicBool::new(false),
             waiting: Mutex::default(),
-            file: Mutex::new(LogFile::Unopened),
+            writer: Mutex::new(Writer { file: LogFile::Unopened, spare: Vec::new() }),
         }
     }
 
@@ -71,12 +77,6 @@ impl Log {
         let Subject { place, kind, stream, bytes, tag } = what;
         let event = self.events.event(action, place, stream, address, bytes, tag).of_kind(kind);
         self.push(event);
-    }
-
-    /// Adds the end of a block: nothing that is queued uses it any more, or only its own stream.
-    pub(crate) fn add_end(&self, address: u64, what: Subject) {
-        self.add(Action::Free, address, what);
-        self.add(Action::Complete, address, what);
     }
 
     /// Adds a failure, with the budget that refused, if one did.
@@ -102,12 +102,13 @@ impl Log {
 
     /// Writes what waits. Blocks while another thread writes.
     pub(crate) fn write(&self) {
-        let mut file = lock(&self.file);
-        let events = mem::take(&mut *lock(&self.waiting));
-        if events.is_empty() {
+        let mut writer = lock(&self.writer);
+        let Writer { file, spare } = &mut *writer;
+        mem::swap(spare, &mut *lock(&self.waiting));
+        if spare.is_empty() {
             return;
         }
-        if matches!(*file, LogFile::Unopened) {
+        if matches!(file, LogFile::Unopened) {
             let path = free_path(&self.path);
             *file = match TraceFile::create(&path) {
                 Ok(open) => LogFile::Open(open),
@@ -117,8 +118,14 @@ impl Log {
                 }
             };
         }
-        if let LogFile::Open(open) = &*file {
-            open.record_all(&events);
+        // Nothing that is queued uses a freed block any more, or only its own stream.
+        let both = spare.drain(..).flat_map(|event| {
+            let is_free = event.action == Action::Free;
+            let end = Event { action: Action::Complete, ..event };
+            [Some(event), is_free.then_some(end)].into_iter().flatten()
+        });
+        if let LogFile::Open(open) = file {
+            open.record_all(both);
         }
     }
 }

@@ -249,6 +249,12 @@ impl Session {
         }
     }
 
+    /// Returns what is held of a device that has been opened.
+    pub(crate) fn holder_if_open(&self, place: MemoryLocation) -> Option<&Holder> {
+        let MemoryLocation::Device(DeviceId(device)) = place else { return self.pinned.get() };
+        self.devices.get(device as usize)?.get()
+    }
+
     /// Returns the device of the calling thread's context.
     pub(crate) fn current_device(&self) -> Option<u32> {
         let mut device: c_int = 0;
@@ -338,19 +344,18 @@ impl Session {
             }
             Some(pool) => pool,
         } as usize;
-        let place = match self.pools.place_of(pool) {
-            Some(place) => place,
+        let pool = match self.pools.find(pool) {
+            Some(pool) => pool,
             None if self.default_pool(device) == Some(pool) => {
-                let place = MemoryLocation::Device(DeviceId(device));
-                self.pools.add(pool, place);
-                place
+                self.pools.add(pool, MemoryLocation::Device(DeviceId(device)))
             }
             None => return None,
         };
+        let place = pool.place;
         let (tag, kind) = (self.tag(By::Async), BlockKind::Cached);
         let what = Subject { place, kind, stream: self.number_of(stream), bytes, tag };
         let holder = self.holder(place)?;
-        Some(match self.pools.ask(self, pool, bytes) {
+        Some(match pool.ask(holder, bytes) {
             Ok(asked) => Ok(Begun { what, context: 0, ahead: Ahead::Pool(asked) }),
             Err(()) => Err(self.refuse(holder, what)),
         })
@@ -381,6 +386,9 @@ impl Session {
 
     /// Returns the number of a stream in the trace.
     pub(crate) fn number_of(&self, stream: Opaque) -> u32 {
+        if self.log.is_none() {
+            return 0;
+        }
         let mut id = 0;
         // SAFETY: 1. A stream of the program's, and a local.
         let code = unsafe { (self.real.cuStreamGetId)(stream, &raw mut id) };
@@ -422,8 +430,7 @@ impl Session {
             Ahead::Pages(ahead) if code == SUCCESS => holder.add_pages(address, what.bytes, ahead),
             Ahead::Nothing | Ahead::Pages(_) => Some(Memory::Managed),
             Ahead::Pool(asked) => {
-                let pool = asked.pool;
-                self.pools.settle(self, asked, code == SUCCESS).then_some(Memory::Pool(pool))
+                asked.settle(self.real, holder, code == SUCCESS).map(Memory::Pool)
             }
         };
         match memory {
@@ -433,7 +440,7 @@ impl Session {
             None => {
                 free();
                 // A pool may have grown for it.
-                self.pools.trim(self.real, what.place);
+                self.pools.trim(self.real, holder);
                 self.refuse(holder, what);
                 return OUT_OF_MEMORY;
             }
@@ -470,7 +477,7 @@ impl Session {
 
     fn record_end(&self, address: u64, what: Subject) {
         if let Some(log) = &self.log {
-            log.add_end(address, what);
+            log.add(Action::Free, address, what);
         }
     }
 
@@ -482,7 +489,7 @@ impl Session {
             Memory::Pages { edges, .. } => {
                 edges.into_iter().flatten().for_each(|page| holder.leave_page(page));
             }
-            Memory::Pool(pool) => self.pools.free(pool, block.what.bytes),
+            Memory::Pool(pool) => pool.free(block.what.bytes),
             _ => {}
         }
     }
@@ -590,7 +597,7 @@ impl Session {
         let device = self.current_device()?;
         let holder = self.holder(MemoryLocation::Device(DeviceId(device)))?;
         let limit = usize::try_from(holder.limit?).unwrap_or(usize::MAX);
-        self.pools.refresh(self.real, holder.place);
+        self.pools.refresh(self.real, holder);
         let left = usize::try_from(holder.budget.remaining()).unwrap_or(usize::MAX);
         Some((free.min(left), total.min(limit)))
     }
@@ -627,7 +634,7 @@ impl Session {
             let (place, tag) = (holder.place, Tag::named("graphs"));
             let of = |bytes| Subject { place, kind: BlockKind::Graph, stream: 0, bytes, tag };
             if before > 0 {
-                log.add_end(GRAPHS, of(before));
+                log.add(Action::Free, GRAPHS, of(before));
             }
             if now > 0 {
                 log.add(Action::Allocate, GRAPHS, of(now));
@@ -640,7 +647,7 @@ impl Session {
         if all {
             let opened = self.devices.iter().filter_map(OnceLock::get).chain(self.pinned.get());
             for holder in opened {
-                self.pools.refresh(self.real, holder.place);
+                self.pools.refresh(self.real, holder);
                 self.refresh_graphs(holder);
                 holder.publish(self);
             }

@@ -140,11 +140,11 @@ impl TraceFile {
 
     /// Records events that have waited elsewhere, in their order, with one system call. Each is
     /// complete in the file, or none of them is.
-    pub fn record_all(&self, events: &[Event]) {
+    pub fn record_all(&self, events: impl IntoIterator<Item = Event>) {
         let mut state = self.state();
         state.lines.hold_back();
-        let recorded = events.iter().filter(|event| event.place != MemoryLocation::Global);
-        recorded.for_each(|event| state.record(event));
+        let events = events.into_iter().filter(|event| event.place != MemoryLocation::Global);
+        events.for_each(|event| state.record(&event));
         state.lines.write_held();
     }
 
