@@ -162,10 +162,13 @@ struct Layout {
     /// In a frame.
     code: usize,
     previous: usize,
+    instruction: usize,
     /// In a code object.
     first_line: usize,
     file: usize,
     name: usize,
+    lines: usize,
+    instructions: usize,
     /// From an ASCII string to its characters.
     characters: usize,
 }
@@ -177,9 +180,12 @@ const LAYOUTS: [(&str, Layout); 2] = [
             frames: [56, 8],
             code: 32,
             previous: 48,
+            instruction: 56,
             first_line: 72,
             file: 112,
             name: 120,
+            lines: 136,
+            instructions: 184,
             characters: 48,
         },
     ),
@@ -189,9 +195,12 @@ const LAYOUTS: [(&str, Layout); 2] = [
             frames: [56, 0],
             code: 0,
             previous: 8,
+            instruction: 56,
             first_line: 68,
             file: 112,
             name: 120,
+            lines: 136,
+            instructions: 192,
             characters: 40,
         },
     ),
@@ -223,8 +232,7 @@ impl Python {
     }
 }
 
-/// Names the Python functions of the calling thread, the innermost first, with the lines where they
-/// begin. Native code has mostly released the interpreter's lock, so nothing of the interpreter is
+/// Names the Python functions of the calling thread, the innermost first, with their lines. Native code has mostly released the interpreter's lock, so nothing of the interpreter is
 /// called: its frames are read as they lie in memory, which only this thread changes. The kernel
 /// reads, so that a place that is not mapped ends the list and nothing else.
 fn python() -> Option<String> {
@@ -245,7 +253,7 @@ fn python() -> Option<String> {
             // Of libraries, only the function that was called last.
             && (named == 0 || !LIBRARIES.iter().any(|library| path.contains(library)))
         {
-            let line = word(code, layout.first_line)? as u32;
+            let line = line_of(frame, code, layout)?;
             let file = path.rsplit('/').next().unwrap_or_default();
             let separator = if named == 0 { "" } else { " < " };
             // Writing to a string cannot fail.
@@ -255,6 +263,49 @@ fn python() -> Option<String> {
         frame = word(frame, layout.previous)?;
     }
     (named > 0).then_some(text)
+}
+
+/// Returns the line that a frame is at. Python's `Objects/locations.md` describes the table: each entry
+/// has a kind, a number of instructions, and how far its line is from that of the entry before.
+fn line_of(frame: usize, code: usize, layout: &Layout) -> Option<i64> {
+    /// From an object of bytes to its size, and to its contents.
+    const SIZE: usize = 16;
+    const CONTENTS: usize = 32;
+    let instruction = word(frame, layout.instruction)?;
+    let at = instruction.checked_sub(code + layout.instructions)?;
+    let table = word(code, layout.lines)?;
+    let mut bytes = vec![0; word(table, SIZE)?.min(1 << 16)];
+    read(table + CONTENTS, &mut bytes)?;
+    let mut line = i64::from(word(code, layout.first_line)? as u32);
+    let (mut entries, mut end) = (bytes.into_iter().peekable(), 0);
+    while let Some(head) = entries.next() {
+        let mut number = || {
+            let (mut value, mut shift) = (0u64, 0);
+            for byte in entries.by_ref() {
+                value |= u64::from(byte & 0x3f) << shift.min(58);
+                shift += 6;
+                if byte & 0x40 == 0 {
+                    break;
+                }
+            }
+            value as i64
+        };
+        match head >> 3 & 0xf {
+            kind @ 10..=12 => line += i64::from(kind) - 10,
+            13 | 14 => {
+                let moved = number();
+                line += if moved & 1 == 1 { -(moved >> 1) } else { moved >> 1 };
+            }
+            _ => {}
+        }
+        // What follows tells columns. The first byte of an entry has its highest bit set.
+        while entries.next_if(|byte| byte & 0x80 == 0).is_some() {}
+        end += 2 * (usize::from(head & 7) + 1);
+        if at < end {
+            break;
+        }
+    }
+    Some(line)
 }
 
 /// Reads bytes of this process, or as many as are mapped.

@@ -102,7 +102,7 @@ fn replaced() -> &'static [(usize, usize)] {
             cuMemFreeHost cuMemHostRegister_v2 cuMemHostUnregister cuArrayCreate_v2
             cuArray3DCreate_v2 cuArrayDestroy cuMipmappedArrayCreate cuMipmappedArrayDestroy
             cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuMemRetainAllocationHandle
-            cuMemImportFromShareableHandle cuStreamDestroy_v2
+            cuMemImportFromShareableHandle cuStreamDestroy_v2 cuDeviceSetMemPool
         );
         let of = |(name, hook): (&str, usize)| {
             let name = std::ffi::CStr::from_bytes_with_nul(name.as_bytes()).ok()?;
@@ -368,9 +368,18 @@ hooks! {
         )
     }
 
+    fn cuDeviceSetMemPool(device: c_int, pool: Opaque) {
+        after(
+            |real| call!(real.cuDeviceSetMemPool(device, pool)),
+            |session| session.forget_pool(device),
+        )
+    }
+
     fn cuMemPoolDestroy(pool: Opaque) {
         let Some(real) = real() else { return crate::real::NOT_INITIALIZED };
         if let Some(session) = session() {
+            // It may have been that of a device.
+            step(|| session.forget_pools());
             step(|| session.pools.remove(pool as usize));
         }
         call!(real.cuMemPoolDestroy(pool))

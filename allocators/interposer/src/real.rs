@@ -108,6 +108,7 @@ real_functions! {
     cuDeviceGetPCIBusId(address: *mut c_char, len: c_int, device: c_int);
     cuDeviceGetUuid_v2(uuid: *mut u8, device: c_int);
     cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int);
+    cuDeviceSetMemPool(device: c_int, pool: Opaque);
     cuDeviceGetMemPool(pool: *mut Opaque, device: c_int);
     cuDeviceGetDefaultMemPool(pool: *mut Opaque, device: c_int);
     cuDeviceGetGraphMemAttribute(device: c_int, attribute: c_uint, value: *mut c_void);

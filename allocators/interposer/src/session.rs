@@ -26,7 +26,7 @@ use std::{
     ptr::null_mut,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
     time::Duration,
@@ -105,6 +105,8 @@ pub(crate) struct Session {
     handles: AtomicU64,
     /// The primary context of each device, if the program has retained one.
     primary: [AtomicU64; DEVICES],
+    /// The pool that each device's allocations come from, or 0 if it is to be asked for.
+    current_pools: [AtomicUsize; DEVICES],
     #[cfg(feature = "serve")]
     pub(crate) serving: crate::serve::Serving,
 }
@@ -228,6 +230,7 @@ impl Session {
             virtual_memory: Mutex::default(),
             handles: AtomicU64::new(HANDLES),
             primary: std::array::from_fn(|_| AtomicU64::new(0)),
+            current_pools: std::array::from_fn(|_| AtomicUsize::new(0)),
             #[cfg(feature = "serve")]
             serving: crate::serve::Serving::default(),
         })
@@ -334,16 +337,7 @@ impl Session {
             return None;
         }
         let device = self.current_device()?;
-        let pool = match pool {
-            None => {
-                let mut current: Opaque = null_mut();
-                // SAFETY: 1. A local.
-                let code =
-                    unsafe { (self.real.cuDeviceGetMemPool)(&raw mut current, device as c_int) };
-                (code == SUCCESS).then_some(current)?
-            }
-            Some(pool) => pool,
-        } as usize;
+        let pool = pool.map_or_else(|| self.pool_of(device), |pool| Some(pool as usize))?;
         let pool = match self.pools.find(pool) {
             Some(pool) => pool,
             None if self.default_pool(device) == Some(pool) => {
@@ -375,6 +369,33 @@ impl Session {
         // SAFETY: 1. Locals.
         unsafe { (self.real.cuMemGetInfo_v2)(&raw mut free, &raw mut total) };
         (total - free) as u64
+    }
+
+    /// Returns the pool that a device's allocations come from.
+    fn pool_of(&self, device: u32) -> Option<usize> {
+        let known = self.current_pools.get(device as usize)?;
+        let pool = known.load(Ordering::Relaxed);
+        if pool != 0 {
+            return Some(pool);
+        }
+        let mut pool: Opaque = null_mut();
+        // SAFETY: 1. A local.
+        let code = unsafe { (self.real.cuDeviceGetMemPool)(&raw mut pool, device as c_int) };
+        let pool = (code == SUCCESS).then_some(pool as usize)?;
+        known.store(pool, Ordering::Relaxed);
+        Some(pool)
+    }
+
+    /// Forgets a device's pool, which the program has changed.
+    pub(crate) fn forget_pool(&self, device: c_int) {
+        if let Some(known) = self.current_pools.get(device as usize) {
+            known.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Forgets the pools of all devices.
+    pub(crate) fn forget_pools(&self) {
+        self.current_pools.iter().for_each(|known| known.store(0, Ordering::Relaxed));
     }
 
     fn default_pool(&self, device: u32) -> Option<usize> {
