@@ -10,14 +10,14 @@
 typedef unsigned Code;
 typedef uint64_t Address;
 enum { OK = 0, INVALID = 1, OOM = 2, NOT_INITIALIZED = 3, NO_CONTEXT = 201 };
-enum { DEVICES = 2, BLOCKS = 4096, MIB = 1 << 20 };
+enum { DEVICES = 2, BLOCKS = 8192, MIB = 1 << 20 };
 static const size_t CAPACITY = 1024ul * MIB, PAGE = 2 * MIB;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int initialized;
 static _Thread_local int current = -1;
-static size_t used[DEVICES];
-// Small blocks divide pages; `kind` says what a block is: 1 its own pages, 2 a part of a page, 3 of a pool.
+static size_t used[DEVICES], peak[DEVICES];
+// Small blocks divide pages; `kind` says what a block is: 1 its own pages, 2 a part of a page, 3 of a pool, 4 no memory yet.
 static struct Block { Address address; size_t bytes; int device, kind; } blocks[BLOCKS];
 static struct Page { Address address; int device, blocks; size_t next; } pages[BLOCKS];
 static struct Pool { size_t live, reserved; int device; } pools[DEVICES];
@@ -27,11 +27,14 @@ static Address next_address = 0x700000000000;
 static int capturing;
 
 static size_t up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+// What is in use, and the most that was, with 100 MiB of the driver's own.
 size_t stand_in_used(int device) { return used[device] + 100ul * MIB; }
+size_t stand_in_peak(int device) { return peak[device] + 100ul * MIB; }
 
 static int take_pages(int device, size_t bytes) {
     if (bytes > CAPACITY || used[device] + bytes > CAPACITY) return 0;
     used[device] += bytes;
+    if (used[device] > peak[device]) peak[device] = used[device];
     return 1;
 }
 static struct Block *slot(Address address) {
@@ -44,15 +47,31 @@ Code cuDriverGetVersion(int *v) { *v = 13000; return OK; }
 Code cuDeviceGetCount(int *n) { if (!initialized) return NOT_INITIALIZED; *n = DEVICES; return OK; }
 Code cuDeviceGet(int *d, int n) { *d = n; return n < DEVICES ? OK : 101; }
 Code cuDeviceGetName(char *s, int len, int d) { snprintf(s, len, "Stand-in %d", d); return OK; }
+// An old driver lacks functions that `aquifer run` uses and the program does not.
+#ifndef OLD
 Code cuDeviceGetPCIBusId(char *s, int len, int d) { snprintf(s, len, "0000:0%d:00.0", d + 1); return OK; }
 Code cuDeviceGetUuid_v2(unsigned char *u, int d) { memset(u, d + 1, 16); return OK; }
-Code cuDeviceTotalMem_v2(size_t *n, int d) { (void)d; *n = CAPACITY; return OK; }
 Code cuDeviceGetDefaultMemPool(void **p, int d) { *p = &pools[d]; return OK; }
 Code cuDeviceGetMemPool(void **p, int d) { *p = &pools[d]; return OK; }
 Code cuDeviceGetGraphMemAttribute(int d, unsigned a, void *v) { (void)d; (void)a; *(uint64_t *)v = 0; return OK; }
-Code cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)(uintptr_t)(0x1000 + d); return OK; }
 static int ended[DEVICES];
 Code cuDevicePrimaryCtxGetState(int d, unsigned *f, int *a) { *f = 0; *a = !ended[d]; return OK; }
+Code cuStreamGetId(void *s, unsigned long long *id) { *id = (uintptr_t)s + 1; return OK; }
+Code cuMemPoolGetAttribute(void *p, unsigned a, void *v) { *(uint64_t *)v = a == 5 ? ((struct Pool *)p)->reserved : 0; return OK; }
+Code cuMemPoolTrimTo(void *handle, size_t keep) {
+    (void)keep;
+    pthread_mutex_lock(&lock);
+    struct Pool *p = handle;
+    size_t least = up(p->live, 32 * MIB);
+    if (p->reserved > least) { used[p->device] -= p->reserved - least; p->reserved = least; }
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+#else
+static int ended[DEVICES];
+#endif
+Code cuDeviceTotalMem_v2(size_t *n, int d) { (void)d; *n = CAPACITY; return OK; }
+Code cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)(uintptr_t)(0x1000 + d); ended[d] = 0; return OK; }
 Code cuDevicePrimaryCtxReset_v2(int d) {
     for (int i = 0; i < BLOCKS; i++) if (blocks[i].address && blocks[i].device == d && blocks[i].kind == 1) {
         used[d] -= up(blocks[i].bytes, PAGE);
@@ -64,7 +83,6 @@ Code cuDevicePrimaryCtxReset_v2(int d) {
 Code cuCtxSetCurrent(void *c) { current = (int)((uintptr_t)c - 0x1000); return OK; }
 Code cuCtxGetCurrent(void **c) { *c = current < 0 ? 0 : (void *)(uintptr_t)(0x1000 + current); return OK; }
 Code cuCtxGetDevice(int *d) { if (current < 0) return NO_CONTEXT; *d = current; return OK; }
-Code cuStreamGetId(void *s, unsigned long long *id) { *id = (uintptr_t)s + 1; return OK; }
 Code cuStreamIsCapturing(void *s, unsigned *status) { (void)s; *status = capturing; return OK; }
 Code cuStreamBeginCapture_v2(void *s, unsigned mode) { (void)s; (void)mode; capturing = 1; return OK; }
 Code cuStreamSynchronize(void *s) { (void)s; return OK; }
@@ -78,6 +96,7 @@ Code cuMemGetInfo_v2(size_t *f, size_t *t) {
 static Code allocate(Address *address, size_t bytes) {
     if (current < 0) return NO_CONTEXT;
     if (!address || !bytes) return INVALID;
+    if (bytes > CAPACITY) return OOM;
     pthread_mutex_lock(&lock);
     struct Block *b = slot(0);
     Code code = OOM;
@@ -111,6 +130,14 @@ static Code allocate(Address *address, size_t bytes) {
 }
 Code cuMemAlloc_v2(Address *address, size_t bytes) { return allocate(address, bytes); }
 Code cuMemAllocPitch_v2(Address *a, size_t *pitch, size_t w, size_t h, unsigned e) { (void)e; *pitch = up(w, 512); return allocate(a, *pitch * h); }
+Code cuMemAllocManaged(Address *address, size_t bytes, unsigned flags) {
+    (void)flags;
+    pthread_mutex_lock(&lock);
+    *slot(0) = (struct Block){*address = next_address, bytes, current, 4};
+    next_address += up(bytes, PAGE);
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
 Code cuMemFree_v2(Address address) {
     pthread_mutex_lock(&lock);
     struct Block *b = address ? slot(address) : 0;
@@ -127,22 +154,15 @@ Code cuMemFree_v2(Address address) {
     return code;
 }
 
-Code cuMemPoolGetAttribute(void *p, unsigned a, void *v) { *(uint64_t *)v = a == 5 ? ((struct Pool *)p)->reserved : 0; return OK; }
-Code cuMemPoolTrimTo(void *handle, size_t keep) {
-    (void)keep;
-    pthread_mutex_lock(&lock);
-    struct Pool *p = handle;
-    size_t least = up(p->live, 32 * MIB);
-    if (p->reserved > least) { used[p->device] -= p->reserved - least; p->reserved = least; }
-    pthread_mutex_unlock(&lock);
-    return OK;
-}
 Code cuMemAllocFromPoolAsync(Address *address, size_t bytes, void *handle, void *stream) {
     (void)stream;
     pthread_mutex_lock(&lock);
     struct Pool *p = handle;
     p->device = (int)(p - pools);
-    size_t wanted = up(p->live + bytes, 32 * MIB);
+    // Memory of a graph comes when the graph is run.
+    if (capturing) { *address = next_address++; pthread_mutex_unlock(&lock); return OK; }
+    // A pool may grow by more than it must.
+    size_t wanted = up(p->live + bytes, (getenv("GROWTH") ? 512 : 32) * MIB);
     Code code = OK;
     if (wanted > p->reserved) {
         if (take_pages(p->device, wanted - p->reserved)) p->reserved = wanted;
@@ -161,6 +181,10 @@ Code cuMemAllocAsync(Address *address, size_t bytes, void *stream) {
     return current < 0 ? NO_CONTEXT : cuMemAllocFromPoolAsync(address, bytes, &pools[current], stream);
 }
 Code cuMemFreeAsync(Address address, void *stream) { (void)stream; return cuMemFree_v2(address); }
+
+struct Array { size_t width, height; unsigned format, channels; };
+Code cuArrayCreate_v2(Address *array, const struct Array *d) { return allocate(array, up(d->width * d->height * 4 * d->channels, PAGE)); }
+Code cuArrayDestroy(Address array) { return cuMemFree_v2(array); }
 
 Code cuMemHostAlloc(void **p, size_t bytes, unsigned flags) { (void)flags; *p = malloc(bytes); return *p ? OK : OOM; }
 Code cuMemFreeHost(void *p) { free(p); return OK; }
