@@ -8,7 +8,7 @@ use aquifer_core::{
     event::{Action, BlockKind, Event, MemoryLocation, NullSink, Recorder, TraceFile},
 };
 use std::{
-    mem,
+    iter, mem,
     path::{Path, PathBuf},
     process,
     sync::{
@@ -133,17 +133,20 @@ impl Log {
 /// Returns the path of this process's trace: of several processes of a program the first has the one
 /// that was asked for, and others have their process id in the name.
 fn free_path(path: &Path) -> PathBuf {
-    if !path.exists() {
-        return path.to_owned();
-    }
     let id = process::id();
-    match (path.file_stem(), path.extension()) {
-        (Some(stem), Some(extension)) => {
-            let (stem, extension) = (stem.to_string_lossy(), extension.to_string_lossy());
-            path.with_file_name(format!("{stem}.{id}.{extension}"))
+    let own = |number: u32| {
+        // A process that has executed another program has its id still.
+        let own = if number < 2 { id.to_string() } else { format!("{id}.{number}") };
+        match (path.file_stem(), path.extension()) {
+            (Some(stem), Some(extension)) => {
+                let (stem, extension) = (stem.to_string_lossy(), extension.to_string_lossy());
+                path.with_file_name(format!("{stem}.{own}.{extension}"))
+            }
+            _ => path.with_extension(own),
         }
-        _ => path.with_extension(id.to_string()),
-    }
+    };
+    let mut names = iter::once(path.to_owned()).chain((1..).map(own));
+    names.find(|name| !name.exists()).unwrap_or_else(|| path.to_owned())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -9,7 +9,7 @@
 //! passes signals on, writes the page, and ends as the program did.
 #![expect(unsafe_code, reason = "asks the dynamic linker for the driver, and sets signals")]
 
-use crate::{cli, error::CommandError, report};
+use crate::{amount::AmountError, cli, error::CommandError, report};
 use aquifer_status::{folder, ledger};
 use nix::{
     libc,
@@ -122,11 +122,16 @@ fn limits(args: &cli::Run) -> Result<Option<String>, CommandError> {
                 Some(number) if number.parse::<u32>().is_ok() => format!("{number}="),
                 _ => continue,
             };
-            let limit: cli::DeviceLimit = format!("{device}{value}").parse().map_err(|_| {
-                let (name, value) = (name.clone().into_owned(), value.clone().into_owned());
-                CommandError::Variable { name, value }
-            })?;
-            limits.push(limit.to_string());
+            match format!("{device}{value}").parse::<cli::DeviceLimit>() {
+                Ok(limit) => limits.push(limit.to_string()),
+                // As of `HAMi` it is no limit.
+                Err(AmountError::Zero) => {}
+                Err(_) if value.is_empty() => {}
+                Err(_) => {
+                    let (name, value) = (name.into_owned(), value.into_owned());
+                    return Err(CommandError::Variable { name, value });
+                }
+            }
         }
         limits.sort();
     }

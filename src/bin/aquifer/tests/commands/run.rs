@@ -225,7 +225,8 @@ fn the_driver_tells_the_limit_and_no_more_is_held_with_what_the_driver_holds_its
     let free = expected(1024, 1024, 1020, 4096, 0);
     // 100 MiB are the driver's, and 2048 small blocks share a page of 2 MiB.
     let (limited, full) = (expected(203, 303, 200, 2048, 1), expected(100, 200, 100, 0, 0));
-    let variables = "CUDA_DEVICE_MEMORY_LIMIT=303M CUDA_DEVICE_MEMORY_LIMIT_1=200m";
+    let name = "CUDA_DEVICE_MEMORY_LIMIT";
+    let variables = format!("{name}=303M {name}_0=0 {name}_1=200m {name}_2=");
     for (words, on_first, on_second) in [
         ("aquifer run", &free, &free),
         ("aquifer run --limit 1=303MiB", &free, &limited),
@@ -293,8 +294,7 @@ fn threads_together_hold_no_more_than_the_limit_and_every_allocation_has_its_fre
 #[test]
 fn a_forked_child_is_passed_on_and_what_is_executed_has_a_trace_of_its_own() {
     let Some(place) = Place::new() else { return };
-    let check = |process: &str| {
-        let own = format!("t.{process}.csv");
+    let check = |own: String| {
         assert_eq!(place.events("t.csv"), ["a 2097152 0 cached 0 cuMemAlloc"]);
         assert_eq!(place.events(&own), ["a 7340032 0 cached 0 cuMemAlloc"]);
         fs::remove_file(place.folder.path(&own)).unwrap();
@@ -302,10 +302,10 @@ fn a_forked_child_is_passed_on_and_what_is_executed_has_a_trace_of_its_own() {
     let printed = place.prints("--record t.csv", "linked fork");
     let (rest, process) = printed.trim_end().split_once("\nprocess: ").unwrap();
     assert_eq!(rest, "alloc: 0\nchild: 3\nexecuted: 4");
-    check(process);
-    let mut started = place.start("--record t.csv", "linked exec");
+    check(format!("t.{process}.csv"));
+    let mut started = place.start("--record t.csv", "linked exec 1");
     assert_eq!(started.0.wait().unwrap().code(), Some(4));
-    check(&started.0.id().to_string());
+    check(format!("t.{}.2.csv", started.0.id()));
     // A page leaves none of the traces that nobody has asked for.
     place.prints("--report p.html", "linked fork");
     let left = fs::read_dir(place.folder.path("aquifer")).unwrap();

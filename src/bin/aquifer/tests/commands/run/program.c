@@ -190,7 +190,7 @@ int main(int n, char **argument) {
     if (!strcmp(what, "exec")) {
         cuMemAlloc_v2(&a, mib(2));
         written();
-        execl(argument[0], argument[0], "one", (char *)0);
+        execl(argument[0], argument[0], number ? "exec" : "one", (char *)0);
     }
     if (!strcmp(what, "fork")) {
         line("alloc", cuMemAlloc_v2(&a, mib(2)));
