@@ -93,6 +93,9 @@ pub mod comparison {}
 #[doc = include_str!("guide/features.md")]
 pub mod features {}
 
+#[doc = include_str!("guide/any_program.md")]
+pub mod any_program {}
+
 #[doc = include_str!("guide/support.md")]
 pub mod support {}
 

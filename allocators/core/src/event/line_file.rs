@@ -25,7 +25,9 @@ pub(super) struct LineFile {
     file: File,
     /// The length of the file.
     bytes: u64,
-    line: String,
+    /// Lines that are not written yet: none between two calls, unless lines are held back.
+    lines: String,
+    holds_back: bool,
     failed: bool,
     dropped: u64,
 }
@@ -35,15 +37,35 @@ impl LineFile {
     /// the process id. A file that this or another process is writing is left alone, and the new
     /// one has the process id in its name.
     pub(super) fn create(template: &Path, header: &str) -> io::Result<Self> {
-        let ((file, path), line) = (open_file(template)?, String::with_capacity(128));
-        let mut lines = Self { path, file, bytes: 0, line, failed: false, dropped: 0 };
-        lines.try_write(format_args!("{header}"))?;
-        Ok(lines)
+        let ((file, path), lines) = (open_file(template)?, String::with_capacity(128));
+        let (failed, holds_back) = (false, false);
+        let mut this = Self { path, file, bytes: 0, lines, holds_back, failed, dropped: 0 };
+        this.try_write(format_args!("{header}"))?;
+        Ok(this)
     }
 
     /// Returns the path of the file.
     pub(super) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Holds lines back until the next call of [`write_held`](Self::write_held), which writes all of
+    /// them in one call.
+    pub(super) fn hold_back(&mut self) {
+        self.holds_back = true;
+    }
+
+    /// Writes the lines that were held back. If that fails, the file ends before them.
+    pub(super) fn write_held(&mut self) {
+        self.holds_back = false;
+        let held = self.lines.bytes().filter(|byte| *byte == b'\n').count() as u64;
+        if !self.failed
+            && let Err(error) = self.write_lines()
+        {
+            self.failed = true;
+            self.dropped += held;
+            report(&self.path, &error);
+        }
     }
 
     /// Writes a line, or counts it as dropped.
@@ -58,21 +80,23 @@ impl LineFile {
     }
 
     fn try_write(&mut self, line: fmt::Arguments<'_>) -> io::Result<()> {
-        self.line.clear();
-        writeln!(self.line, "{line}").map_err(io::Error::other)?;
-        match self.file.write_all(self.line.as_bytes()) {
-            Ok(()) => {
-                self.bytes += self.line.len() as u64;
-                Ok(())
-            }
-            Err(error) => {
-                // A part of the line may have been written. Only a regular file can be truncated.
+        writeln!(self.lines, "{line}").map_err(io::Error::other)?;
+        if self.holds_back { Ok(()) } else { self.write_lines() }
+    }
+
+    fn write_lines(&mut self) -> io::Result<()> {
+        let written = self.file.write_all(self.lines.as_bytes());
+        match &written {
+            Ok(()) => self.bytes += self.lines.len() as u64,
+            Err(_) => {
+                // A part may have been written. Only a regular file can be truncated.
                 let file = &mut self.file;
                 let _ =
                     file.set_len(self.bytes).and_then(|()| file.seek(SeekFrom::Start(self.bytes)));
-                Err(error)
             }
         }
+        self.lines.clear();
+        written
     }
 
     /// Returns the number of lines that could not be written.

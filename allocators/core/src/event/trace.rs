@@ -138,6 +138,16 @@ impl TraceFile {
         self.state().lines.path().to_owned()
     }
 
+    /// Records events that have waited elsewhere, in their order, with one system call. Each is
+    /// complete in the file, or none of them is.
+    pub fn record_all(&self, events: impl IntoIterator<Item = Event>) {
+        let mut state = self.state();
+        state.lines.hold_back();
+        let events = events.into_iter().filter(|event| event.place != MemoryLocation::Global);
+        events.for_each(|event| state.record(&event));
+        state.lines.write_held();
+    }
+
     fn state(&self) -> MutexGuard<'_, TraceState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -29,8 +29,20 @@ impl CudaDriver {
     /// # Errors
     /// [`OpenError`], depending on the step that failed.
     pub fn open() -> Result<Arc<Self>, OpenError> {
+        FunctionTable::load().and_then(Self::start)
+    }
+
+    /// Like [`CudaDriver::open`], for the library with this name or path instead of the one that the
+    /// linker finds as `libcuda.so.1`.
+    ///
+    /// # Errors
+    /// As [`CudaDriver::open`].
+    pub fn open_library(name: &str) -> Result<Arc<Self>, OpenError> {
+        FunctionTable::load_library(name).and_then(Self::start)
+    }
+
+    fn start(functions: FunctionTable) -> Result<Arc<Self>, OpenError> {
         crate::forks::hold_budgets();
-        let functions = FunctionTable::load()?;
         // SAFETY: 1. It takes flags, which must be 0. It may be called any number of times.
         check("cuInit", unsafe { (functions.init)(0) }).map_err(open_error)?;
         let devices = Self::devices_of(&functions).map_err(open_error)?;

@@ -11,6 +11,7 @@ use super::{
     abi::{AccessDescription, AllocationProperties, DriverPtr, PoolProperties},
 };
 use cudarc::driver::sys;
+use libloading::Library;
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_ushort, c_void};
 
 macro_rules! function_table {
@@ -29,14 +30,24 @@ macro_rules! function_table {
                     return Err(OpenError::NoLibrary);
                 }
                 // SAFETY: 1. As above. The library was just found, so this does not panic.
-                let library = unsafe { sys::culib() };
+                Self::of(unsafe { sys::culib() })
+            }
+
+            /// As [`load`](Self::load), for the library with this name or path.
+            pub(super) fn load_library(name: &str) -> Result<Self, OpenError> {
+                // SAFETY: 1. As above.
+                let library = unsafe { Library::new(name) }.map_err(|_| OpenError::NoLibrary)?;
+                // It is never unloaded.
+                Self::of(Box::leak(Box::new(library)))
+            }
+
+            fn of(library: &'static Library) -> Result<Self, OpenError> {
                 Ok(Self {
                     $( $field: {
                         // SAFETY: 1. The type is the one that cuda.h declares for this symbol.
                         let function = unsafe {
                             library.get::<unsafe extern "C" fn($($kind),*) -> c_uint>(concat!($symbol, "\0").as_bytes())
                         };
-                        // The library is never unloaded: the bindings keep it in a static.
                         *function.map_err(|_| OpenError::MissingSymbol { symbol: $symbol })?
                     }, )+
                 })

@@ -8,7 +8,7 @@ use aquifer_formats::trace::TraceDevice;
 use aquifer_host::StagerConfig;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use clap_complete::Shell;
-use std::{net::SocketAddr, path::PathBuf, str::FromStr, time::Duration};
+use std::{ffi::OsString, fmt, net::SocketAddr, path::PathBuf, str::FromStr, time::Duration};
 
 /// How many operations of the trace the simulated device runs behind in `replay`, unless `--lag`
 /// says otherwise.
@@ -34,6 +34,18 @@ pub(crate) struct Cli {
 /// The commands.
 #[derive(Subcommand, Debug)]
 pub(crate) enum Command {
+    /// Run any CUDA program: record its memory, limit it, share a GPU with others
+    #[command(after_help = "\
+The program needs no change: its calls of the CUDA driver pass through a library that is
+preloaded. The trace is one that `report`, `plan` and `replay` read; its tags are the
+functions of the driver, with --stacks also the callers. A further process of the
+program that takes memory has its process id in the name of its trace. A limit holds
+for the memory that NVML counts for a process; a request beyond it fails as on a smaller
+GPU. Without --limit the variable CUDA_DEVICE_MEMORY_LIMIT is one, and with _N at its
+end that of device N.
+Exit status: that of the program; 126 or 127 if it cannot be started; with --limit or
+--pinned-limit 2, if it has opened the driver past the library.")]
+    Run(Run),
     /// Replay a recorded allocation trace and check every memory access
     #[command(after_help = "\
 The trace is CSV with the header `t_us,op,id,bytes,stream` and more fields, as AQUIFER_TRACE=FILE makes any program that uses the library
@@ -108,6 +120,69 @@ pub(crate) struct Completions {
     /// The shell
     #[arg(value_enum)]
     pub(crate) shell: Shell,
+}
+
+/// Flags of `run`.
+#[derive(Args, Debug)]
+pub(crate) struct Run {
+    /// Write a trace
+    #[arg(long, value_name = "FILE")]
+    pub(crate) record: Option<PathBuf>,
+    /// Write a page for the browser when the program has ended
+    #[arg(long, value_name = "PAGE.html")]
+    pub(crate) report: Option<PathBuf>,
+    /// Name the callers of each allocation
+    #[arg(long)]
+    pub(crate) stacks: bool,
+    /// Most memory of each GPU, or of GPU N, that the program gets; may be repeated
+    #[arg(long, value_name = "BYTES|N=BYTES")]
+    pub(crate) limit: Vec<DeviceLimit>,
+    /// Most pinned memory that the program gets
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) pinned_limit: Option<Size>,
+    /// Claim memory of GPUs in the ledgers of a folder (default: that of `AQUIFER_LEDGER`), so that
+    /// all programs that do so divide them
+    #[arg(long, value_name = "FOLDER", require_equals = true)]
+    pub(crate) share: Option<Option<PathBuf>>,
+    /// Bytes of each shared GPU that this program can always claim
+    #[arg(long, value_name = "BYTES", requires = "share")]
+    pub(crate) guarantee: Option<Size>,
+    /// Serve stream-ordered allocations (cuMemAllocAsync) from a pool of this library
+    #[arg(long)]
+    pub(crate) serve: bool,
+    /// The program and its arguments
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
+    pub(crate) program: Vec<OsString>,
+}
+
+/// A limit of one GPU, or of each: `10GiB`, `1=8GiB`. Its text has bytes.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct DeviceLimit {
+    device: Option<u32>,
+    bytes: u64,
+}
+
+impl FromStr for DeviceLimit {
+    type Err = AmountError;
+
+    fn from_str(text: &str) -> Result<Self, AmountError> {
+        let (device, amount) = match text.split_once('=') {
+            Some((device, amount)) => {
+                (Some(device.parse().map_err(|_| AmountError::NotAnAmount)?), amount)
+            }
+            None => (None, text),
+        };
+        amount.parse().map(|Size(bytes)| Self { device, bytes })
+    }
+}
+
+impl fmt::Display for DeviceLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.device {
+            Some(device) => write!(f, "{device}={}", self.bytes),
+            None => write!(f, "{}", self.bytes),
+        }
+    }
 }
 
 /// Flags of `replay`.
@@ -222,6 +297,20 @@ pub(crate) struct Report {
     /// pinned memory (default: show the one with the most events, or compare each; check all)
     #[arg(long, value_name = "DEVICE")]
     pub(crate) device_index: Option<TraceDevice>,
+}
+
+impl Report {
+    /// The arguments that write a page of a trace.
+    pub(crate) fn page(trace: PathBuf, page: PathBuf) -> Result<Self, clap::Error> {
+        #[derive(Parser)]
+        struct Only {
+            #[command(flatten)]
+            report: Report,
+        }
+        let words =
+            [OsString::from("report"), "--output".into(), page.into(), "--".into(), trace.into()];
+        Only::try_parse_from(words).map(|only| only.report)
+    }
 }
 
 /// Arguments of `bench`.
@@ -544,7 +633,7 @@ pub(crate) enum Refused {
 /// [`Refused`] if the command line is invalid, and for `--help` and `--version`.
 pub(crate) fn parse<I>(arguments: I) -> Result<Cli, Refused>
 where
-    I: IntoIterator<Item = std::ffi::OsString>,
+    I: IntoIterator<Item = OsString>,
 {
     Cli::try_parse_from(arguments).map_err(|e| match e.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Refused::Words(e.to_string()),

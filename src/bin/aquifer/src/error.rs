@@ -92,6 +92,22 @@ pub(crate) enum CommandError {
     Load(LoadError),
     /// The folder of the status files cannot be read.
     Status(StatusError),
+    /// The library that `run` preloads is not installed.
+    NoLibrary {
+        /// Its file name.
+        name: &'static str,
+        /// Where it is expected.
+        folder: PathBuf,
+    },
+    /// A variable that sets a limit has no amount.
+    Variable {
+        /// Its name.
+        name: String,
+        /// Its value.
+        value: String,
+    },
+    /// Signals cannot be passed on to the program.
+    Signals(io::Error),
     /// The terminal returned an error.
     Terminal(io::Error),
     /// Other machines can reach the address of the server.
@@ -170,6 +186,15 @@ impl fmt::Display for CommandError {
             Self::Bench(e) => e.fmt(f),
             Self::Load(e) => e.fmt(f),
             Self::Status(e) => e.fmt(f),
+            Self::NoLibrary { name, folder } => write!(
+                f,
+                "{name} is not in {}: install it beside the program, or build all with cargo build --release",
+                foreign::path(folder)
+            ),
+            Self::Variable { name, value } => {
+                write!(f, "{name} is {value:?}, which is no amount of memory, such as 10g")
+            }
+            Self::Signals(e) => write!(f, "the program cannot be waited for: {e}"),
             Self::Terminal(e) => write!(f, "the terminal cannot be used: {e}"),
             Self::Exposed(address) => write!(
                 f,

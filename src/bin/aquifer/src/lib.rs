@@ -4,6 +4,7 @@
 //! | module | contents |
 //! |---|---|
 //! | `cli` | commands and flags |
+//! | `run` | any CUDA program, observed and limited |
 //! | `replay` | replaying a trace |
 //! | `plan` | placing the blocks of a trace |
 //! | `report` | what held memory in a trace |
@@ -33,6 +34,7 @@ mod output;
 mod plan;
 mod replay;
 mod report;
+mod run;
 mod top;
 
 use aquifer_benches::console::{foreign::printable, layout::wrap};
@@ -59,6 +61,8 @@ enum Printed {
     Lines(String, u8),
     /// Bytes that are printed unchanged.
     Raw(Vec<u8>),
+    /// Nothing, and the exit status of another program.
+    Nothing(u8),
 }
 
 /// Runs a command line, of which the first argument is the program's name. Writes the result to
@@ -75,6 +79,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             ((lines.join("\n") + "\n").into_bytes(), status)
         }
         Ok(Printed::Raw(bytes)) => (bytes, WELL),
+        Ok(Printed::Nothing(status)) => return ExitCode::from(status),
         Err(error) => return refuse(&error.to_string()),
     };
     match io::stdout().lock().write_all(&bytes) {
@@ -96,6 +101,7 @@ fn execute(command: Command) -> Result<Printed, CommandError> {
         {
             judged(workloads(json), true)
         }
+        Command::Run(args) => run::run(&args).map(Printed::Nothing),
         Command::Replay(args) => {
             let report = replay::run(&args)?;
             // If stderr cannot be written, the notes are still in the JSON.

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `program` | replays, snapshots, completions, errors |
 //! | `plan`, `report`, `stage`, `bench` | the commands of these names |
+//! | `run` | programs under `aquifer run`, with a stand-in for the driver |
 //! | `foreign` | hostile names in every command |
 //! | `processes` | `aquifer top` and `aquifer metrics` over other processes |
 //! | `terminal` | a program on a pseudo-terminal |
@@ -21,6 +22,7 @@ mod plan;
 mod processes;
 mod program;
 mod report;
+mod run;
 mod stage;
 mod support;
 mod terminal;

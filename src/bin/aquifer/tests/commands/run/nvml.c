@@ -1,0 +1,21 @@
+// A stand-in for libnvidia-ml.so.1: what the stand-in driver of this process has in use.
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stddef.h>
+#include <unistd.h>
+
+int nvmlInit_v2(void) { return 0; }
+int nvmlInitWithFlags(unsigned f) { (void)f; return 0; }
+int nvmlShutdown(void) { return 0; }
+const char *nvmlErrorString(int e) { (void)e; return "an error"; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *address, void **device) { *device = (void *)(size_t)(address[6] - '0'); return 0; }
+struct Process { unsigned pid; unsigned long long used; unsigned a, b; };
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct Process *all) {
+    size_t (*used)(int) = (size_t (*)(int))dlsym(RTLD_DEFAULT, "stand_in_used");
+    if (!used) return 999;
+    unsigned room = *count;
+    *count = 1;
+    if (room == 0) return 7;
+    all[0] = (struct Process){(unsigned)getpid(), used((int)(size_t)device - 1), 0, 0};
+    return 0;
+}
