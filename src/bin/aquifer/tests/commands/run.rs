@@ -182,7 +182,10 @@ fn programs_print_and_exit_as_natively_and_are_recorded_however_they_reach_the_d
         ("afc", "41943040 33 cached 0 cuMemAllocAsync"),
         ("a", "3145728 0 pinned host cuMemHostAlloc"),
         ("a", "4194304 0 stable 0 cuMemCreate"),
-        ("afc", "6291456 0 pinned host cuMemCreate"),
+        ("a", "6291456 0 pinned host cuMemCreate"),
+        ("fc", "1000 0 cached 0 cuMemAlloc"),
+        ("fc", "6291456 0 pinned host cuMemCreate"),
+        ("a", "1000 0 cached 0 cuMemAlloc"),
         ("fc", "4194304 0 stable 0 cuMemCreate"),
         ("a", "3072000 0 cached 0 cuMemAllocPitch"),
         ("afc", "8388608 0 cached 0 cuMemAllocManaged"),
@@ -341,7 +344,6 @@ fn a_driver_that_is_opened_past_the_library_is_told_once_and_fails_a_limit() {
         check_said(&place.run(flags, &words), status, "has opened the CUDA driver past");
     }
     assert!(!fs::exists(place.folder.path("t.csv")).unwrap());
-    // A program that uses no driver is none of these.
     assert_eq!(place.prints("--limit 1GiB", "echo nothing"), "nothing\n");
 }
 
@@ -352,7 +354,7 @@ fn a_driver_that_lacks_functions_is_used_as_far_as_it_goes_and_none_leaves_the_p
     let native = place.native("linked all").output().unwrap();
     assert_eq!(all(&place.run("--record t.csv --limit 1GiB --share", "linked all")), all(&native));
     let events = place.events("t.csv");
-    assert!(events.len() == 22 && !events.iter().any(|event| event.contains("Async")));
+    assert!(events.len() == 25 && !events.iter().any(|event| event.contains("Async")));
     let output = place.run("--serve", "linked all");
     check_said(&output, 5, "nothing is served");
     assert_eq!(output.stdout, native.stdout);
@@ -413,7 +415,6 @@ fn programs_that_share_divide_a_device_and_a_killed_one_leaves_its_part() {
     assert_eq!(asking.ask(), "got 300");
     drop(asking);
     assert_eq!(limited.ask(), "got 400");
-    // Those in another folder are none of these.
     assert_eq!(place.start("--share", "linked ask").ask(), "got 1020");
 }
 
@@ -433,7 +434,6 @@ fn what_makes_no_sense_is_told_in_one_line_and_what_cannot_be_started_with_the_s
         let words = format!("env CUDA_DEVICE_MEMORY_LIMIT=much aquifer run {words}");
         check_said(&place.native(&words).output().unwrap(), 2, said);
     }
-    // These leave the program as it is.
     let native = place.native("linked all").output().unwrap();
     for (flags, words, said) in [
         ("", "env AQUIFER_RUN_LIMIT=much linked all", "AQUIFER_RUN_LIMIT is much"),

@@ -116,11 +116,14 @@ int main(int n, char **argument) {
         line("pinned", cuMemHostAlloc(&host, mib(3), 0));
         line("create", cuMemCreate(&handle, mib(4), &on_device, 0));
         line("create on the host", cuMemCreate(&again, mib(6), &on_host, 0));
+        line("map", cuMemMap(0x200000000, mib(6), 0, again, 0));
         line("release", cuMemRelease(again));
-        line("map", cuMemMap(0x100000000, mib(4), 0, handle, 0));
-        line("retain", cuMemRetainAllocationHandle(&again, (void *)0x100000000));
-        line("release", cuMemRelease(handle) | cuMemRelease(again));
-        line("unmap", cuMemUnmap(0x100000000, mib(4)));
+        line("free what is not mapped", cuMemFree_v2(b));
+        line("unmap", cuMemUnmap(0x200000000, mib(6)));
+        line("map and retain", cuMemMap(0x100000000, mib(4), 0, handle, 0) | cuMemRetainAllocationHandle(&again, (void *)0x100000000));
+        line("release and unmap", cuMemRelease(handle) | cuMemUnmap(0x100000000, mib(4)));
+        line("small", cuMemAlloc_v2(&b, 1000));
+        line("release", cuMemRelease(again));
         line("added later", cuAddedLater(&later) | (later != 7));
         line("wrong free", cuMemFree_v2(0x123456));
         line("no room for the address", cuMemAlloc_v2(0, 100));
