@@ -2,10 +2,18 @@
 //! figures that `aquifer top` shows.
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 
-use crate::{blocks::Memory, log::Subject, nvml::Own, real::Real, session::Session};
+use crate::{
+    blocks::Memory,
+    log::{Log, Subject},
+    notice,
+    nvml::Own,
+    pools::{Pools, Trimmer, make_room},
+    real::Real,
+    settings::Settings,
+};
 use aquifer_core::{
     Budget, Charge, DeviceId, PoolStats,
-    budget::{HookRegistration, Offer, Reclaim},
+    budget::HookRegistration,
     event::{Action, MemoryLocation},
 };
 use aquifer_status::{
@@ -19,14 +27,11 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
-    time::{Duration, Instant},
 };
 
 /// The driver takes device memory in pages of this size, at multiples of it. Blocks share a page that
 /// none of them fills.
 pub(crate) const PAGE: u64 = 2 << 20;
-/// How long a request waits for memory that others give back.
-const PATIENCE: Duration = Duration::from_millis(250);
 
 /// What has been allocated so far.
 #[derive(Default)]
@@ -66,8 +71,12 @@ pub(crate) struct Holder {
 
 impl Holder {
     /// Opens a device. `own` is measured here, so this comes before its first allocation.
-    pub(crate) fn device(session: &'static Session, device: u32) -> Self {
-        let real = session.real;
+    pub(crate) fn device(
+        real: &'static Real,
+        settings: &Settings,
+        pools: &'static Pools,
+        device: u32,
+    ) -> Self {
         let name = text_of(|text, len| {
             // SAFETY: 1. Room for `len` bytes.
             unsafe { (real.cuDeviceGetName)(text, len, device as i32) }
@@ -77,9 +86,9 @@ impl Holder {
             unsafe { (real.cuDeviceGetPCIBusId)(text, len, device as i32) }
         });
         let own = Own::of(address.as_deref());
-        let limit = session.settings.limits.of(device);
+        let limit = settings.limits.of(device);
         let room = limit.map_or(u64::MAX, |limit| limit.saturating_sub(own.at_start));
-        let shared = session.settings.share.as_ref().and_then(|(folder, guarantee)| {
+        let shared = settings.share.as_ref().and_then(|(folder, guarantee)| {
             join(real, device, folder, *guarantee, room, address.as_deref())
         });
         let budget = match &shared {
@@ -87,7 +96,7 @@ impl Holder {
             None => Budget::new("the limit of aquifer run", room),
         };
         let place = MemoryLocation::Device(DeviceId(device));
-        let trimmer = Arc::new(Trimmer { session, place });
+        let trimmer = Arc::new(Trimmer { real, pools, place, budget: budget.clone() });
         let hook = budget.on_need(&trimmer);
         let slot = PoolSlot::open(SlotDescription {
             kind: PoolKind::Source,
@@ -105,8 +114,8 @@ impl Holder {
     }
 
     /// Opens pinned memory.
-    pub(crate) fn pinned(session: &Session) -> Self {
-        let limit = session.settings.pinned_limit;
+    pub(crate) fn pinned(settings: &Settings) -> Self {
+        let limit = settings.pinned_limit;
         let budget = Budget::new("the pinned limit of aquifer run", limit.unwrap_or(u64::MAX));
         let slot = PoolSlot::open(SlotDescription {
             kind: PoolKind::Pinned,
@@ -140,18 +149,13 @@ impl Holder {
         if let Ok(charge) = self.budget.charge(bytes) {
             return Some(charge);
         }
-        self.make_room(bytes);
+        make_room(&self.budget, bytes);
         self.budget.charge(bytes).ok()
     }
 
     /// Returns whether anything may refuse a charge.
     pub(crate) fn is_limited(&self) -> bool {
         self.limit.is_some() || self.shared.is_some()
-    }
-
-    /// Asks the driver's pools and other processes for room.
-    pub(crate) fn make_room(&self, bytes: u64) {
-        self.budget.make_room(bytes, Some(Instant::now() + PATIENCE), None);
     }
 
     /// Charges the pages of a block that the driver has placed. `ahead` is what was charged for it.
@@ -235,8 +239,7 @@ impl Holder {
     }
 
     /// Tells the trace the limit, and the driver's own memory before the first allocation.
-    pub(crate) fn tell_start(&self, session: &Session) {
-        let Some(log) = &session.log else { return };
+    pub(crate) fn tell_start(&self, log: &Log) {
         let own = self.own.at_start;
         lock(&self.told).1 = own;
         if let Some(limit) = self.limit {
@@ -248,9 +251,9 @@ impl Holder {
     }
 
     /// Publishes the figures, and tells the trace what was taken from the driver since.
-    pub(crate) fn publish(&self, session: &Session) {
+    pub(crate) fn publish(&self, log: Option<&Log>) {
         let held = self.budget.used();
-        if let Some(log) = &session.log {
+        if let Some(log) = log {
             let own = self.own.now(held);
             let mut told = lock(&self.told);
             let (held_before, own_before) = *told;
@@ -307,7 +310,7 @@ fn join(
     let joined = Ledger::open(folder, &memory.to_string(), capacity as u64)
         .and_then(|ledger| share.join(ledger))
         .and_then(|member| member.budget("the device of all processes", || None));
-    joined.inspect_err(|error| super::report(&format!("memory is not shared: {error}"))).ok()
+    joined.inspect_err(|error| notice::report(&format!("memory is not shared: {error}"))).ok()
 }
 
 /// Reads a text of the driver's.
@@ -316,29 +319,6 @@ fn text_of(read: impl FnOnce(*mut std::ffi::c_char, i32) -> u32) -> Option<Strin
     let code = read(text.as_mut_ptr().cast(), text.len() as i32);
     let text = std::ffi::CStr::from_bytes_until_nul(&text).ok()?;
     (code == 0).then(|| text.to_string_lossy().into_owned())
-}
-
-/// Gives back what the driver's pools of a device have cached.
-struct Trimmer {
-    session: &'static Session,
-    place: MemoryLocation,
-}
-
-impl Reclaim for Trimmer {
-    fn name(&self) -> &'static str {
-        "the driver's pools"
-    }
-
-    fn offer(&self) -> Offer {
-        let bytes = self.session.pools.cached(self.place);
-        Offer { bytes, cost: Duration::from_micros(50) }
-    }
-
-    fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {
-        if let Some(holder) = self.session.holder_if_open(self.place) {
-            self.session.pools.trim(self.session.real, holder);
-        }
-    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

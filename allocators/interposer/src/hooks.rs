@@ -514,8 +514,8 @@ hooks! {
     fn cuStreamDestroy_v2(stream: Opaque) {
         let Some(real) = real() else { return crate::real::NOT_INITIALIZED };
         #[cfg(feature = "serve")]
-        if let Some(session) = session().filter(|session| session.settings.serve) {
-            step(|| crate::serve::end_stream(session, stream));
+        if session().is_some_and(|session| session.settings.serve) {
+            step(|| crate::serve::end_stream(stream));
         }
         call!(real.cuStreamDestroy_v2(stream))
     }

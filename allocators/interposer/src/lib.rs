@@ -22,7 +22,7 @@
 //! | `log` | the trace |
 //! | `callers` | who asked for memory |
 //! | `serve` | stream-ordered blocks from a pool of this library |
-//! | `settings` | what `aquifer run` has asked for |
+//! | `settings`, `notice` | what `aquifer run` has asked for; lines on standard error |
 //! | `real` | the driver's functions |
 //!
 //! What a step of this library cannot do leaves the call to the driver. A panic is contained, and the
@@ -35,6 +35,7 @@ mod callers;
 mod holder;
 mod hooks;
 mod log;
+mod notice;
 mod nvml;
 mod pools;
 mod real;
@@ -43,14 +44,6 @@ mod serve;
 mod session;
 mod settings;
 mod virtual_memory;
-
-use std::io::{self, Write};
-
-/// Writes a line to standard error.
-fn report(text: &str) {
-    // Where it cannot be written, nothing else can be done.
-    let _written = writeln!(io::stderr(), "aquifer run: {text}");
-}
 
 /// Runs when the process ends, or when this library is unloaded.
 // SAFETY: 1. The section holds pointers to functions without arguments.

@@ -3,6 +3,7 @@
 //!
 //! Of a process that is killed the last 10 ms are missing. One that exits waits for the last events.
 
+use crate::notice;
 use aquifer_core::{
     Tag,
     event::{Action, BlockKind, Event, MemoryLocation, NullSink, Recorder, TraceFile},
@@ -113,7 +114,7 @@ impl Log {
             *file = match TraceFile::create(&path) {
                 Ok(open) => LogFile::Open(open),
                 Err(error) => {
-                    super::report(&format!("no trace is written: {}: {error}", path.display()));
+                    notice::report(&format!("no trace is written: {}: {error}", path.display()));
                     LogFile::Failed
                 }
             };

@@ -5,18 +5,24 @@
 //! stream is synchronised, which is seen later: every 100 ms, and before a request is refused.
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 
-use crate::{
-    holder::Holder,
-    real::{Opaque, Real, SUCCESS},
+use crate::real::{Opaque, Real, SUCCESS};
+use aquifer_core::{
+    Budget, Charge,
+    budget::{Offer, Reclaim},
+    event::MemoryLocation,
 };
-use aquifer_core::{Charge, event::MemoryLocation};
-use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError, RwLock,
-    atomic::{AtomicU32, Ordering},
+use std::{
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, RwLock,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::{Duration, Instant},
 };
 
 /// The least that a pool of the driver grows by: measured on driver 580, see the tests on a GPU.
 const GROWTH: u64 = 32 << 20;
+/// How long a request waits for memory that others give back.
+const PATIENCE: Duration = Duration::from_millis(250);
 /// `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`.
 const RESERVED: u32 = 5;
 
@@ -59,13 +65,13 @@ impl Usage {
     /// it fits, and what is to be dropped without the lock.
     fn match_reserved(
         &mut self,
-        holder: &Holder,
+        budget: &Budget,
         reserved: u64,
         settled: u64,
     ) -> (bool, Option<Charge>) {
         let charged = self.charged();
         if reserved > charged {
-            let more = holder.budget.charge(reserved - charged).ok();
+            let more = budget.charge(reserved - charged).ok();
             let fits = more.is_some();
             more.into_iter().for_each(|more| self.add(more));
             return (fits, None);
@@ -95,7 +101,7 @@ impl DriverPool {
     }
 
     /// Charges the growth that a request may cause. Returns `Err` if it does not fit.
-    pub(crate) fn ask(self: Arc<Self>, holder: &Holder, bytes: u64) -> Result<AskedOfPool, ()> {
+    pub(crate) fn ask(self: Arc<Self>, budget: &Budget, bytes: u64) -> Result<AskedOfPool, ()> {
         let mut is_last = false;
         loop {
             let mut usage = self.usage();
@@ -103,13 +109,13 @@ impl DriverPool {
             let missing = wanted.saturating_sub(usage.charged());
             let growth = missing.checked_next_multiple_of(GROWTH).ok_or(())?;
             if growth > 0 {
-                let Ok(more) = holder.budget.charge(growth) else {
+                let Ok(more) = budget.charge(growth) else {
                     drop(usage);
                     if is_last {
                         return Err(());
                     }
                     // This may take from what the pool has cached.
-                    holder.make_room(growth);
+                    make_room(budget, growth);
                     is_last = true;
                     continue;
                 };
@@ -127,10 +133,10 @@ impl DriverPool {
     }
 
     /// Reads what is reserved, and charges that.
-    fn refresh(&self, real: &Real, holder: &Holder) {
+    fn refresh(&self, real: &Real, budget: &Budget) {
         let settled = self.usage().settled;
         let Some(reserved) = self.reserved(real) else { return };
-        let (_fits, excess) = self.usage().match_reserved(holder, reserved, settled);
+        let (_fits, excess) = self.usage().match_reserved(budget, reserved, settled);
         drop(excess);
     }
 }
@@ -141,11 +147,12 @@ impl AskedOfPool {
     pub(crate) fn settle(
         self,
         real: &Real,
-        holder: &Holder,
+        budget: &Budget,
+        is_limited: bool,
         succeeded: bool,
     ) -> Option<Arc<DriverPool>> {
         let Self { pool, bytes, may_grow } = self;
-        let now = if may_grow || holder.is_limited() {
+        let now = if may_grow || is_limited {
             let settled = pool.usage().settled;
             pool.reserved(real).map(|reserved| (reserved, settled))
         } else {
@@ -154,7 +161,7 @@ impl AskedOfPool {
         let mut usage = pool.usage();
         usage.asked = usage.asked.saturating_sub(bytes);
         let (fits, excess) = match now {
-            Some((reserved, settled)) => usage.match_reserved(holder, reserved, settled),
+            Some((reserved, settled)) => usage.match_reserved(budget, reserved, settled),
             None => (true, None),
         };
         usage.settled += 1;
@@ -229,16 +236,43 @@ impl Pools {
     }
 
     /// Reads what the pools of a memory have reserved, and charges that.
-    pub(crate) fn refresh(&self, real: &Real, holder: &Holder) {
-        self.each(holder.place, |pool| pool.refresh(real, holder));
+    pub(crate) fn refresh(&self, real: &Real, place: MemoryLocation, budget: &Budget) {
+        self.each(place, |pool| pool.refresh(real, budget));
     }
 
     /// Makes the driver release what its pools of a memory have cached.
-    pub(crate) fn trim(&self, real: &Real, holder: &Holder) {
-        self.each(holder.place, |pool| {
+    pub(crate) fn trim(&self, real: &Real, place: MemoryLocation, budget: &Budget) {
+        self.each(place, |pool| {
             // SAFETY: 1. A pool of the program's, which is not destroyed meanwhile.
             unsafe { (real.cuMemPoolTrimTo)(pool.handle as Opaque, 0) };
-            pool.refresh(real, holder);
+            pool.refresh(real, budget);
         });
     }
+}
+
+/// Gives back what the driver's pools of a memory have cached.
+pub(crate) struct Trimmer {
+    pub(crate) real: &'static Real,
+    pub(crate) pools: &'static Pools,
+    pub(crate) place: MemoryLocation,
+    pub(crate) budget: Budget,
+}
+
+impl Reclaim for Trimmer {
+    fn name(&self) -> &'static str {
+        "the driver's pools"
+    }
+
+    fn offer(&self) -> Offer {
+        Offer { bytes: self.pools.cached(self.place), cost: Duration::from_micros(50) }
+    }
+
+    fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {
+        self.pools.trim(self.real, self.place, &self.budget);
+    }
+}
+
+/// Asks the driver's pools and other processes for room.
+pub(crate) fn make_room(budget: &Budget, bytes: u64) {
+    budget.make_room(bytes, Some(Instant::now() + PATIENCE), None);
 }

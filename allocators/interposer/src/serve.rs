@@ -8,6 +8,7 @@
 use crate::{
     blocks::{Block, Memory},
     log::Subject,
+    notice,
     real::{Code, LIBRARY, OUT_OF_MEMORY, Opaque, SUCCESS},
     session::{By, NoSignals, Session},
 };
@@ -20,17 +21,19 @@ use aquifer_driver::{Access, Driver, RawStream, cuda::CudaDriver};
 use aquifer_stream::{Stream, StreamLifetime};
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, OnceLock, PoisonError},
+    sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError},
 };
 
 /// The pools, opened by the first request of each device.
 #[derive(Default)]
-pub(crate) struct Serving {
+struct Serving {
     driver: OnceLock<Option<Arc<CudaDriver>>>,
     pools: Mutex<HashMap<u32, Option<DevicePool>>>,
     /// Streams that were adopted, by device and handle.
     streams: Mutex<HashMap<(u32, usize), Stream>>,
 }
+
+static SERVING: LazyLock<Serving> = LazyLock::new(Serving::default);
 
 impl Serving {
     /// Returns the pool of a device. One that cannot be opened is reported, and the driver serves.
@@ -48,13 +51,13 @@ impl Serving {
         let _blocked = NoSignals::new();
         let driver = self.driver.get_or_init(|| {
             let opened = CudaDriver::open_library(LIBRARY.to_str().ok()?);
-            opened.inspect_err(|error| super::report(&format!("nothing is served: {error}"))).ok()
+            opened.inspect_err(|error| notice::report(&format!("nothing is served: {error}"))).ok()
         });
         let driver: Arc<dyn Driver> = driver.clone()?;
         let holder = session.holder(MemoryLocation::Device(DeviceId(device)))?;
         let config = PoolConfig::with_budget(holder.budget.clone());
         let opened = DevicePool::open(driver, DeviceId(device), config);
-        opened.inspect_err(|error| super::report(&format!("nothing is served: {error}"))).ok()
+        opened.inspect_err(|error| notice::report(&format!("nothing is served: {error}"))).ok()
     }
 
     /// Returns the program's stream as one of the pool's.
@@ -87,7 +90,7 @@ pub(crate) fn allocate(
         return None;
     }
     let device = session.current_device()?;
-    let serving = &session.serving;
+    let serving = &*SERVING;
     let pool = serving.pool(session, device)?;
     let adopted = serving.stream(&pool, device, stream).ok()?;
     let place = MemoryLocation::Device(DeviceId(device));
@@ -116,7 +119,7 @@ pub(crate) fn free(
     let Some(block) = block else { return SUCCESS };
     let MemoryLocation::Device(DeviceId(device)) = block.what.place else { return SUCCESS };
     session.release(block);
-    let Some(pool) = session.serving.pool(session, device) else { return SUCCESS };
+    let Some(pool) = SERVING.pool(session, device) else { return SUCCESS };
     if stream.is_none() {
         // SAFETY: 1. Waits for the calling thread's context.
         let code = unsafe { (session.real.cuCtxSynchronize)() };
@@ -126,7 +129,7 @@ pub(crate) fn free(
     }
     let Ok(block) = pool.from_raw(address) else { return SUCCESS };
     if let Some(stream) = stream
-        && let Ok(adopted) = session.serving.stream(&pool, device, stream)
+        && let Ok(adopted) = SERVING.stream(&pool, device, stream)
     {
         // On the block's own stream this is no use. A use that cannot be recorded leaves the block
         // to the driver's order.
@@ -137,8 +140,8 @@ pub(crate) fn free(
 }
 
 /// Retires a stream that the program destroys.
-pub(crate) fn end_stream(session: &'static Session, stream: Opaque) {
-    let streams = &session.serving.streams;
+pub(crate) fn end_stream(stream: Opaque) {
+    let streams = &SERVING.streams;
     let of = |(_, handle): &(u32, usize)| *handle == stream as usize;
     let ended: Vec<_> = {
         let mut streams = streams.lock().unwrap_or_else(PoisonError::into_inner);

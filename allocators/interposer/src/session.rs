@@ -10,6 +10,7 @@ use crate::{
     callers,
     holder::{Holder, PAGE},
     log::{Log, Subject},
+    notice,
     pools::{AskedOfPool, Pools},
     real::{Code, NOT_INITIALIZED, OUT_OF_MEMORY, Opaque, Real, SUCCESS, real},
     settings::Settings,
@@ -107,8 +108,6 @@ pub(crate) struct Session {
     primary: [AtomicU64; DEVICES],
     /// The pool that each device's allocations come from, or 0 if it is to be asked for.
     current_pools: [AtomicUsize; DEVICES],
-    #[cfg(feature = "serve")]
-    pub(crate) serving: crate::serve::Serving,
 }
 
 /// A request whose call has not returned.
@@ -163,7 +162,7 @@ pub(crate) fn note_call() {
 pub(crate) fn step<R>(work: impl FnOnce() -> R) -> Option<R> {
     let done = contain(work);
     if done.is_none() && !PASSES.swap(true, Ordering::Relaxed) {
-        super::report("an internal error: from here on nothing is recorded or limited");
+        notice::report("an internal error: from here on nothing is recorded or limited");
     }
     done
 }
@@ -192,7 +191,7 @@ fn report_escape() {
     if unsafe { (real.cuDeviceGetCount)(&raw mut count) } == NOT_INITIALIZED {
         return;
     }
-    super::report(
+    notice::report(
         "this program has opened the CUDA driver past this library: nothing was recorded or limited",
     );
     if Settings::read().is_ok_and(|settings| settings.limits_anything()) {
@@ -208,7 +207,7 @@ impl Session {
         let real = real()?;
         let settings = Settings::read()
             .inspect_err(|(name, value)| {
-                super::report(&format!(
+                notice::report(&format!(
                     "{name} is {value}, which makes no sense: nothing is recorded or limited"
                 ));
             })
@@ -231,8 +230,6 @@ impl Session {
             handles: AtomicU64::new(HANDLES),
             primary: std::array::from_fn(|_| AtomicU64::new(0)),
             current_pools: std::array::from_fn(|_| AtomicUsize::new(0)),
-            #[cfg(feature = "serve")]
-            serving: crate::serve::Serving::default(),
         })
     }
 
@@ -243,19 +240,13 @@ impl Session {
                 let holder = self.devices.get(device as usize)?;
                 Some(holder.get_or_init(|| {
                     let _blocked = NoSignals::new();
-                    let holder = Holder::device(self, device);
-                    holder.tell_start(self);
+                    let holder = Holder::device(self.real, &self.settings, &self.pools, device);
+                    self.log.iter().for_each(|log| holder.tell_start(log));
                     holder
                 }))
             }
-            _ => Some(self.pinned.get_or_init(|| Holder::pinned(self))),
+            _ => Some(self.pinned.get_or_init(|| Holder::pinned(&self.settings))),
         }
-    }
-
-    /// Returns what is held of a device that has been opened.
-    pub(crate) fn holder_if_open(&self, place: MemoryLocation) -> Option<&Holder> {
-        let MemoryLocation::Device(DeviceId(device)) = place else { return self.pinned.get() };
-        self.devices.get(device as usize)?.get()
     }
 
     /// Returns the device of the calling thread's context.
@@ -349,7 +340,7 @@ impl Session {
         let (tag, kind) = (self.tag(By::Async), BlockKind::Cached);
         let what = Subject { place, kind, stream: self.number_of(stream), bytes, tag };
         let holder = self.holder(place)?;
-        Some(match pool.ask(holder, bytes) {
+        Some(match pool.ask(&holder.budget, bytes) {
             Ok(asked) => Ok(Begun { what, context: 0, ahead: Ahead::Pool(asked) }),
             Err(()) => Err(self.refuse(holder, what)),
         })
@@ -450,9 +441,9 @@ impl Session {
             Ahead::Charge(charge) => Some(Memory::Own(charge)),
             Ahead::Pages(ahead) if code == SUCCESS => holder.add_pages(address, what.bytes, ahead),
             Ahead::Nothing | Ahead::Pages(_) => Some(Memory::Managed),
-            Ahead::Pool(asked) => {
-                asked.settle(self.real, holder, code == SUCCESS).map(Memory::Pool)
-            }
+            Ahead::Pool(asked) => asked
+                .settle(self.real, &holder.budget, holder.is_limited(), code == SUCCESS)
+                .map(Memory::Pool),
         };
         match memory {
             _ if code == OUT_OF_MEMORY => self.note_failure(what),
@@ -461,7 +452,7 @@ impl Session {
             None => {
                 free();
                 // A pool may have grown for it.
-                self.pools.trim(self.real, holder);
+                self.pools.trim(self.real, holder.place, &holder.budget);
                 self.refuse(holder, what);
                 return OUT_OF_MEMORY;
             }
@@ -618,7 +609,7 @@ impl Session {
         let device = self.current_device()?;
         let holder = self.holder(MemoryLocation::Device(DeviceId(device)))?;
         let limit = usize::try_from(holder.limit?).unwrap_or(usize::MAX);
-        self.pools.refresh(self.real, holder);
+        self.pools.refresh(self.real, holder.place, &holder.budget);
         let left = usize::try_from(holder.budget.remaining()).unwrap_or(usize::MAX);
         Some((free.min(left), total.min(limit)))
     }
@@ -668,9 +659,9 @@ impl Session {
         if all {
             let opened = self.devices.iter().filter_map(OnceLock::get).chain(self.pinned.get());
             for holder in opened {
-                self.pools.refresh(self.real, holder);
+                self.pools.refresh(self.real, holder.place, &holder.budget);
                 self.refresh_graphs(holder);
-                holder.publish(self);
+                holder.publish(self.log.as_ref());
             }
         }
         if let Some(log) = &self.log {

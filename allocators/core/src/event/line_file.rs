@@ -6,6 +6,7 @@ use std::{
     fmt::{self, Write as _},
     fs::{File, TryLockError},
     io::{self, Seek, SeekFrom, Write},
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     process,
     sync::{Mutex, MutexGuard, PoisonError},
@@ -23,6 +24,8 @@ const MAX_NAMES: u32 = 1000;
 pub(super) struct LineFile {
     path: PathBuf,
     file: File,
+    /// Its device and inode.
+    identity: (u64, u64),
     /// The length of the file.
     bytes: u64,
     /// Lines that are not written yet: none between two calls, unless lines are held back.
@@ -38,8 +41,9 @@ impl LineFile {
     /// one has the process id in its name.
     pub(super) fn create(template: &Path, header: &str) -> io::Result<Self> {
         let ((file, path), lines) = (open_file(template)?, String::with_capacity(128));
-        let (failed, holds_back) = (false, false);
-        let mut this = Self { path, file, bytes: 0, lines, holds_back, failed, dropped: 0 };
+        let (failed, holds_back, identity) = (false, false, identity(&file)?);
+        let mut this =
+            Self { path, file, identity, bytes: 0, lines, holds_back, failed, dropped: 0 };
         this.try_write(format_args!("{header}"))?;
         Ok(this)
     }
@@ -55,13 +59,19 @@ impl LineFile {
         self.holds_back = true;
     }
 
-    /// Writes the lines that were held back. If that fails, the file ends before them.
+    /// Writes the lines that were held back. If that fails, the file ends before them. A program in
+    /// which this is a guest may have closed the descriptor and opened another file by it, which is
+    /// left alone.
     pub(super) fn write_held(&mut self) {
         self.holds_back = false;
         let held = self.lines.bytes().filter(|byte| *byte == b'\n').count() as u64;
-        if !self.failed
-            && let Err(error) = self.write_lines()
-        {
+        let written = match identity(&self.file) {
+            _ if self.failed => return,
+            Ok(identity) if identity == self.identity => self.write_lines(),
+            Ok(_) => Err(io::Error::other("the program has closed its descriptor")),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = written {
             self.failed = true;
             self.dropped += held;
             report(&self.path, &error);
@@ -103,6 +113,12 @@ impl LineFile {
     pub(super) fn dropped(&self) -> u64 {
         self.dropped
     }
+}
+
+/// Returns the device and the inode of an open file.
+fn identity(file: &File) -> io::Result<(u64, u64)> {
+    let found = file.metadata()?;
+    Ok((found.dev(), found.ino()))
 }
 
 /// Reports on the standard error stream that a file has ended.

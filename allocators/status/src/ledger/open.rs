@@ -13,6 +13,7 @@ use crate::ledger::{
 use crate::{StatusError, folder, text::read_text};
 use std::{
     fmt, fs, io,
+    os::fd::AsRawFd,
     path::{Path, PathBuf},
     process,
     sync::{
@@ -100,7 +101,11 @@ impl Ledger {
         asked: Option<u64>,
     ) -> Result<Self, LedgerError> {
         let refused = |error| StatusError::System { path: path.clone(), error };
-        let map = Mapping::new(&file).map_err(refused)?;
+        // A mapping keeps the description that it was made by open, in forked children too, and with
+        // it the locks that were taken by it. So it has one of its own.
+        let own = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let own = fs::File::options().read(true).write(true).open(own);
+        let map = Mapping::new(own.as_ref().unwrap_or(&file)).map_err(refused)?;
         let file = OwnFile::new(file).map_err(refused)?;
         Ok(Self {
             file,

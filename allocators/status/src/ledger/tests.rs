@@ -779,7 +779,8 @@ fn child_that_forks() {
     if unsafe { libc::fork() } == 0 {
         let refused = member.claim(1).is_err_and(|refused| refused.is_forked);
         member.release(50);
-        drop(member);
+        // Its mapping stays.
+        let _kept = std::mem::ManuallyDrop::new(member);
         let _shown = unistd::write(&writer, if refused { b"y" } else { b"n" });
         thread::sleep(Duration::from_secs(2));
         process::exit(0);
