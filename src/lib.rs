@@ -2,6 +2,7 @@
 // links lead from the root of the repository, and of two definitions Markdown takes the first.
 #![cfg_attr(doc, doc = include_str!("guide/pictures/definitions.txt"))]
 //! [C and Python]: guide::c_and_python
+//! [any program]: guide::any_program
 //! [choosing]: guide::choosing
 //! [figures]: guide::figures
 //! [guide]: mod@guide
