@@ -25,7 +25,7 @@ use std::{
 
 const PREFIX: &str = "AQUIFER_";
 /// The variables of [the guide's page](crate::guide::environment) that begin so.
-const KNOWN: [&str; 26] = [
+const KNOWN: [&str; 32] = [
     "AQUIFER_AGREE_PROGRAMS",
     "AQUIFER_AGREE_SEED",
     "AQUIFER_BIN",
@@ -44,6 +44,12 @@ const KNOWN: [&str; 26] = [
     "AQUIFER_PLANT",
     "AQUIFER_REPLAYS",
     "AQUIFER_REQUIRE_GPU",
+    "AQUIFER_RUN_LIMIT",
+    "AQUIFER_RUN_PINNED_LIMIT",
+    "AQUIFER_RUN_RECORD",
+    "AQUIFER_RUN_SERVE",
+    "AQUIFER_RUN_SHARE",
+    "AQUIFER_RUN_STACKS",
     "AQUIFER_SIM_FALLBACK",
     "AQUIFER_SIM_VIOLATIONS",
     "AQUIFER_SOAK_SECONDS",
