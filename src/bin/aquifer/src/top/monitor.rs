@@ -135,3 +135,28 @@ impl Monitor {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{super::shared::SharedMemories, *};
+    use std::{env, fs, process};
+
+    #[test]
+    fn a_process_that_has_died_in_sight_is_shown_for_ten_seconds_and_swept_after_them() {
+        let path = env::temp_dir().join(format!("aquifer-top-died-{}", process::id()));
+        let mut monitor = Monitor::new(StatusFolder::at(&path).unwrap(), false, true);
+        // A sweep of what is no folder leaves an error.
+        fs::write(&path, "").unwrap();
+        let died = Instant::now();
+        monitor.dead.insert(path.join("1.status"), died);
+        for (seconds, is_over) in [(0, false), (9, false), (10, true)] {
+            let at = died + Duration::from_secs(seconds);
+            let (processes, errors, shared) = (Vec::new(), Vec::new(), SharedMemories::default());
+            let mut reading = Reading { at, taken_ns: 0, processes, errors, shared };
+            monitor.keep_dead(&mut reading);
+            let ends = (monitor.dead.is_empty(), monitor.sweep_error.is_some());
+            assert_eq!(ends, (is_over, is_over), "{seconds} s");
+        }
+        fs::remove_file(&path).unwrap();
+    }
+}

@@ -346,13 +346,10 @@ fn recorded(name: &str, flags: &str) -> Value {
 }
 
 #[test]
-fn llama_train_completes_on_the_simulator() {
-    recorded("llama_train.csv.xz", "--device sim");
-}
-
-#[test]
-fn serve_mixed_completes_on_the_simulator() {
-    recorded("serve_mixed.csv.xz", "--device sim");
+fn recorded_traces_complete_on_the_simulator() {
+    for name in ["llama_train.csv.xz", "serve_mixed.csv.xz"] {
+        recorded(name, "--device sim");
+    }
 }
 
 #[test]
@@ -363,12 +360,11 @@ fn a_pool_holds_its_slack_beyond_the_peak_of_a_recorded_program() {
         assert_eq!((of("leaked_bytes"), &value["completed"]), (0, &Value::Bool(true)), "{value}");
         (of("peak_physical_bytes_of_all_rounds"), of("peak_live_bytes"))
     };
+    let (plain, live) = held("--device sim --json --lag 64");
+    assert!(plain * 100 > live * 107 && plain * 100 <= live * 117, "{plain} of {live}");
     // Far behind, live blocks pin handles of less than two per cent of the peak.
     for (lag, most) in [("64", 106), ("256", 108)] {
-        let flags = format!("--device sim --json --lag {lag}");
-        let (plain, live) = held(&flags);
-        assert!(plain * 100 > live * 107 && plain * 100 <= live * 117, "{plain} of {live}");
-        let (tight, _) = held(&format!("{flags} --slack 6"));
+        let (tight, _) = held(&format!("--device sim --json --lag {lag} --slack 6"));
         assert!(tight * 100 <= live * most, "lag {lag}: {tight} of {live}");
     }
 }
@@ -548,35 +544,24 @@ fn the_screen_is_as_it_was_approved() {
     );
 }
 
-/// Replays a recorded trace over several numbers of streams. `crossings` uses still cross where
-/// there is more than one.
-fn replay_over_streams(name: &str, crossings: u64) {
-    for streams in [1, 8] {
-        let output =
-            replay(data(name), &format!("--device sim --json --repeat 1 --streams {streams}"));
-        assert_eq!(output.status.code(), Some(0), "{streams}: {}", text(&output.stdout));
-        let value = json(&output);
-        has_fields(&value, &[]);
-        assert_eq!((&value["streams"], &value["split"]), (&streams.into(), &streams.into()));
-        assert_eq!((&value["violations"], &value["leaked_bytes"]), (&0.into(), &0.into()));
-        let expected = if streams == 1 { 0 } else { crossings };
-        assert_eq!(value["cross_stream_uses"], expected, "{streams}");
+#[test]
+fn recorded_traces_are_clean_over_any_number_of_streams() {
+    // Uses still cross where there is more than one.
+    for (name, crossings) in
+        [("llama_train.csv.xz", 0), ("resnet_train.csv.xz", 16), ("serve_mixed.csv.xz", 1375)]
+    {
+        for streams in [1, 8] {
+            let flags = format!("--device sim --json --repeat 1 --streams {streams}");
+            let output = replay(data(name), &flags);
+            assert_eq!(output.status.code(), Some(0), "{name} {streams}: {}", text(&output.stdout));
+            let value = json(&output);
+            has_fields(&value, &[]);
+            assert_eq!((&value["streams"], &value["split"]), (&streams.into(), &streams.into()));
+            assert_eq!((&value["violations"], &value["leaked_bytes"]), (&0.into(), &0.into()));
+            let expected = if streams == 1 { 0 } else { crossings };
+            assert_eq!(value["cross_stream_uses"], expected, "{name} {streams}");
+        }
     }
-}
-
-#[test]
-fn llama_train_is_clean_over_any_number_of_streams() {
-    replay_over_streams("llama_train.csv.xz", 0);
-}
-
-#[test]
-fn resnet_train_is_clean_over_any_number_of_streams() {
-    replay_over_streams("resnet_train.csv.xz", 16);
-}
-
-#[test]
-fn serve_mixed_is_clean_over_any_number_of_streams() {
-    replay_over_streams("serve_mixed.csv.xz", 1375);
 }
 
 /// No round repeats another exactly: the streams differ in which frees are done at which time.
