@@ -1,9 +1,10 @@
-//! How the library is linked: under the name of the CUDA driver, and with the real driver behind it.
+//! How the library is linked: under the name of the CUDA driver, and with the real driver behind
+//! it.
 //!
-//! The library needs `libaquifer-real-cuda.so`, a name that `aquifer run` gives to the driver in the
-//! folder from which it preloads. So a symbol of the driver that this library does not have is found
-//! there, by programs that are linked to the driver and by `dlsym` alike. Here an empty library
-//! stands in for it.
+//! The library needs `libaquifer-real-cuda.so`, a name that `aquifer run` gives to the driver in
+//! the folder from which it preloads. So a symbol of the driver that this library does not have is
+//! found there, by programs that are linked to the driver and by `dlsym` alike. Here an empty
+//! library stands in for it.
 
 use std::{env, path::PathBuf, process::Command};
 

@@ -268,11 +268,7 @@ pub(crate) fn memory_of(driver: &Arc<dyn Driver>, info: &DeviceInfo) -> LedgerMe
     if driver.clone().simulator().is_some() {
         return LedgerMemory::Simulated(ordinal);
     }
-    match (info.uuid, &info.pci_address) {
-        (Some(uuid), _) => LedgerMemory::Uuid(uuid),
-        (None, Some(address)) => LedgerMemory::Address(address.clone()),
-        (None, None) => LedgerMemory::Ordinal(ordinal),
-    }
+    LedgerMemory::gpu(info.uuid, info.pci_address.clone(), ordinal)
 }
 
 impl LedgerDevices {

@@ -12,8 +12,8 @@
 //! 5. the same, and new memory beyond the bound: live blocks pin the other handles.
 //!
 //! Beyond that half, if several streams hold a good part, larger blocks come from one list of all
-//! free memory. Each time that two threads take these steps at once, the bound rises by two of their
-//! blocks: a pool that many threads use all the time is held by its budget alone.
+//! free memory. Each time that two threads take these steps at once, the bound rises by two of
+//! their blocks: a pool that many threads use all the time is held by its budget alone.
 
 pub(crate) mod steps;
 

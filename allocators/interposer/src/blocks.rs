@@ -3,12 +3,12 @@
 //! Threads that use different addresses take different locks. None is held over a call of the
 //! driver.
 
-use crate::{log::Subject, pools::DriverPool};
+use crate::{guest::lock, log::Subject, pools::DriverPool};
 use aquifer_core::Charge;
 use std::{
     collections::HashMap,
     hash::{BuildHasherDefault, Hasher},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
 };
 
 /// Which memory of the device lies behind a block.
@@ -27,7 +27,6 @@ pub(crate) enum Memory {
     /// Memory that comes when it is touched, and counts as the driver's own.
     Managed,
     /// A block of this library's pool.
-    #[cfg(feature = "serve")]
     Served,
 }
 
@@ -75,7 +74,7 @@ impl Blocks {
     fn shard(&self, address: u64) -> MutexGuard<'_, BlockMap> {
         // Addresses differ from bit 9 on, and large ones from bit 21 on.
         let mixed = (address >> 9).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58;
-        self.shards[mixed as usize % SHARDS].lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shards[mixed as usize % SHARDS])
     }
 
     /// Adds a block. Returns one that was there: it has ended without a call that is known here.
@@ -91,7 +90,7 @@ impl Blocks {
     pub(crate) fn remove_of(&self, context: usize) -> Vec<(u64, Block)> {
         let mut removed = Vec::new();
         for shard in &self.shards {
-            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut shard = lock(shard);
             removed.extend(shard.extract_if(|_, block| block.context == context));
         }
         removed

@@ -2,6 +2,7 @@
 //! runtime's, and the Python functions of the thread.
 #![expect(unsafe_code, reason = "walks the stack, and calls functions of the program's libraries")]
 
+use crate::guest::lock;
 use aquifer_core::Tag;
 use nix::libc;
 use std::{
@@ -11,7 +12,7 @@ use std::{
     fmt::Write,
     mem,
     ptr::null_mut,
-    sync::{LazyLock, Mutex, OnceLock, PoisonError},
+    sync::{LazyLock, Mutex, OnceLock},
 };
 
 /// How many frames of the stack are read.
@@ -57,10 +58,10 @@ fn find(by: &'static str) -> Tag {
     // SAFETY: 1. Room for as many frames.
     let count = unsafe { backtrace(frames.as_mut_ptr(), DEPTH as c_int) }.max(0) as usize;
     let key = (by.as_ptr() as usize, frames.map(|frame| frame as usize));
-    let seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
+    let seen = lock(&SEEN).get(&key).cloned();
     let native = seen.unwrap_or_else(|| {
         let native = native(by, &frames[..count.min(DEPTH)]);
-        SEEN.lock().unwrap_or_else(PoisonError::into_inner).insert(key, native.clone());
+        lock(&SEEN).insert(key, native.clone());
         native
     });
     match python() {
@@ -208,7 +209,8 @@ const LAYOUTS: [(&str, Layout); 2] = [
 
 /// The program's interpreter.
 struct Python {
-    /// Returns the state of the calling thread, also where it does not hold the interpreter's lock.
+    /// Returns the state of the calling thread, also where it does not hold the interpreter's
+    /// lock.
     thread_state: unsafe extern "C" fn() -> *const c_void,
     layout: &'static Layout,
 }
@@ -232,9 +234,11 @@ impl Python {
     }
 }
 
-/// Names the Python functions of the calling thread, the innermost first, with their lines. Native code has mostly released the interpreter's lock, so nothing of the interpreter is
-/// called: its frames are read as they lie in memory, which only this thread changes. The kernel
-/// reads, so that a place that is not mapped ends the list and nothing else.
+/// Names the Python functions of the calling thread, the innermost first, with their lines.
+///
+/// Native code has mostly released the interpreter's lock, so nothing of the interpreter is called:
+/// its frames are read as they lie in memory, which only this thread changes. The kernel reads, so
+/// that a place that is not mapped ends the list and nothing else.
 fn python() -> Option<String> {
     static PYTHON: OnceLock<Option<Python>> = OnceLock::new();
     let Python { thread_state, layout } = PYTHON.get_or_init(Python::find).as_ref()?;
@@ -265,8 +269,9 @@ fn python() -> Option<String> {
     (named > 0).then_some(text)
 }
 
-/// Returns the line that a frame is at. Python's `Objects/locations.md` describes the table: each entry
-/// has a kind, a number of instructions, and how far its line is from that of the entry before.
+/// Returns the line that a frame is at. Python's `Objects/locations.md` describes the table: each
+/// entry has a kind, a number of instructions, and how far its line is from that of the entry
+/// before.
 fn line_of(frame: usize, code: usize, layout: &Layout) -> Option<i64> {
     /// From an object of bytes to its size, and to its contents.
     const SIZE: usize = 16;

@@ -1,11 +1,11 @@
-//! What is held of one memory: a device's, or pinned host memory. The budget that limits it, and the
-//! figures that `aquifer top` shows.
+//! What is held of one memory: a device's, or pinned host memory. The budget that limits it, and
+//! the figures that `aquifer top` shows.
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 
 use crate::{
     blocks::Memory,
+    guest::{self, lock},
     log::{Log, Subject},
-    notice,
     nvml::Own,
     pools::{Pools, Trimmer, make_room},
     real::Real,
@@ -24,13 +24,13 @@ use aquifer_status::{
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
 };
 
-/// The driver takes device memory in pages of this size, at multiples of it. Blocks share a page that
-/// none of them fills.
+/// The driver takes device memory in pages of this size, at multiples of it. Blocks share a page
+/// that none of them fills.
 pub(crate) const PAGE: u64 = 2 << 20;
 
 /// What has been allocated so far.
@@ -158,6 +158,21 @@ impl Holder {
         self.limit.is_some() || self.shared.is_some()
     }
 
+    /// Charges what the driver took, by its own count, where that differs from what was `expected`.
+    /// A count that others have moved meanwhile is not believed.
+    pub(crate) fn match_taken(&self, mut expected: Charge, taken: u64) -> Charge {
+        let bytes = expected.bytes();
+        if taken < bytes {
+            drop(expected.split(bytes - taken));
+        } else if taken <= 2 * bytes
+            && let Some(more) = self.charge(taken - bytes)
+        {
+            // Both are of one budget.
+            let _merged = expected.merge(more);
+        }
+        expected
+    }
+
     /// Charges the pages of a block that the driver has placed. `ahead` is what was charged for it.
     /// Returns `None` if a page that is new does not fit.
     pub(crate) fn add_pages(
@@ -178,14 +193,11 @@ impl Holder {
             None => self.charge(bytes),
         };
         let own = charge(whole * PAGE)?;
-        for (at, &page) in
-            edges.iter().enumerate().filter_map(|(at, page)| Some((at, page.as_ref()?)))
-        {
-            let added = self.join_page(page) || {
-                let page_charge = charge(PAGE);
-                page_charge.is_some_and(|charge| self.add_page(page, charge))
-            };
-            if !added {
+        for (at, page) in edges.iter().enumerate() {
+            let Some(page) = *page else { continue };
+            let is_charged = self.join_page(page)
+                || charge(PAGE).map(|charge| self.add_page(page, charge)).is_some();
+            if !is_charged {
                 edges[..at].iter().flatten().for_each(|&page| self.leave_page(page));
                 return None;
             }
@@ -202,10 +214,9 @@ impl Holder {
     }
 
     /// Adds a page with its first block. Another thread may have added it meanwhile.
-    fn add_page(&self, page: u64, charge: Charge) -> bool {
+    fn add_page(&self, page: u64, charge: Charge) {
         let mut pages = lock(&self.pages);
         pages.entry(page).or_insert(SharedPage { blocks: 0, _charge: charge }).blocks += 1;
-        true
     }
 
     /// Removes a block from a page.
@@ -297,11 +308,7 @@ fn join(
     let mut uuid = [0; 16];
     // SAFETY: 1. Room for the 16 bytes of a UUID.
     let has_uuid = unsafe { (real.cuDeviceGetUuid_v2)(uuid.as_mut_ptr(), device as i32) } == 0;
-    let memory = match address {
-        _ if has_uuid => LedgerMemory::Uuid(uuid),
-        Some(address) => LedgerMemory::Address(address.to_owned()),
-        None => LedgerMemory::Ordinal(device),
-    };
+    let memory = LedgerMemory::gpu(has_uuid.then_some(uuid), address.map(str::to_owned), device);
     let mut capacity = 0;
     // SAFETY: 1. A local.
     unsafe { (real.cuDeviceTotalMem_v2)(&raw mut capacity, device as i32) };
@@ -310,7 +317,7 @@ fn join(
     let joined = Ledger::open(folder, &memory.to_string(), capacity as u64)
         .and_then(|ledger| share.join(ledger))
         .and_then(|member| member.budget("the device of all processes", || None));
-    joined.inspect_err(|error| notice::report(&format!("memory is not shared: {error}"))).ok()
+    joined.inspect_err(|error| guest::report(&format!("memory is not shared: {error}"))).ok()
 }
 
 /// Reads a text of the driver's.
@@ -319,8 +326,4 @@ fn text_of(read: impl FnOnce(*mut std::ffi::c_char, i32) -> u32) -> Option<Strin
     let code = read(text.as_mut_ptr().cast(), text.len() as i32);
     let text = std::ffi::CStr::from_bytes_until_nul(&text).ok()?;
     (code == 0).then(|| text.to_string_lossy().into_owned())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,10 +1,12 @@
-//! The functions that this library has in place of the driver's. Each performs the driver's, between
-//! the steps of the [session](crate::session).
+//! The functions that this library has in place of the driver's. Each performs the driver's,
+//! between the steps of the [session](crate::session).
 #![expect(unsafe_code, reason = "exports functions under the names of the CUDA driver")]
 
 use crate::{
+    blocks::Memory,
     real::{
-        Array3dDescriptor, ArrayDescriptor, Code, Location, Opaque, Properties, Real, SUCCESS, real,
+        Array3dDescriptor, ArrayDescriptor, Code, Location, NOT_INITIALIZED, OUT_OF_MEMORY, Opaque,
+        Properties, Real, SUCCESS, real,
     },
     session::{Begun, By, Refused, Session, note_call, session, step},
 };
@@ -14,19 +16,19 @@ use std::{
     sync::OnceLock,
 };
 
-/// Performs a call that takes memory. `begin` charges it, `call` performs it, `address` reads what it
-/// has written, and `free` gives back what turns out not to fit.
+/// Performs a call that takes memory. `begin` charges it, `call` performs it, `address` reads what
+/// it has written, and `free` gives back what turns out not to fit.
 fn take(
     begin: impl FnOnce(&'static Session) -> Option<Result<Begun, Refused>>,
     call: impl FnOnce(&Real) -> Code,
     address: impl FnOnce() -> u64,
     free: impl FnOnce(&Real, u64),
 ) -> Code {
-    let Some(real) = real() else { return crate::real::NOT_INITIALIZED };
+    let Some(real) = real() else { return NOT_INITIALIZED };
     let Some(session) = session() else { return call(real) };
     let begun = match step(|| begin(session)).flatten() {
         Some(Ok(begun)) => begun,
-        Some(Err(Refused)) => return crate::real::OUT_OF_MEMORY,
+        Some(Err(Refused)) => return OUT_OF_MEMORY,
         None => return call(real),
     };
     let code = call(real);
@@ -36,25 +38,23 @@ fn take(
 
 /// Performs a call that frees a block.
 fn give(address: u64, stream: Option<Opaque>, call: impl FnOnce(&Real) -> Code) -> Code {
-    let Some(real) = real() else { return crate::real::NOT_INITIALIZED };
+    let Some(real) = real() else { return NOT_INITIALIZED };
     let Some(session) = session() else { return call(real) };
-    let block = step(|| session.take(address, stream)).flatten();
-    #[cfg(feature = "serve")]
-    if matches!(&block, Some(block) if matches!(block.memory, crate::blocks::Memory::Served)) {
+    let Some(block) = step(|| session.take(address, stream)).flatten() else { return call(real) };
+    if matches!(block.memory, Memory::Served) {
         return step(|| crate::serve::free(session, block, address, stream)).unwrap_or(SUCCESS);
     }
     let code = call(real);
-    if let Some(block) = block {
-        step(|| {
+    step(
+        || {
             if code == SUCCESS { session.release(block) } else { session.put_back(address, block) }
-        });
-    }
+        },
+    );
     code
 }
 
-/// Serves a stream-ordered request from this library's pool, if that was asked for. Returns `None` if
-/// the driver is to serve it.
-#[cfg(feature = "serve")]
+/// Serves a stream-ordered request from this library's pool, if that was asked for. Returns `None`
+/// if the driver is to serve it.
 fn serve(address: *mut u64, bytes: usize, stream: Opaque) -> Option<Code> {
     let session = session().filter(|session| session.settings.serve)?;
     if address.is_null() || bytes == 0 {
@@ -73,7 +73,7 @@ fn serve(address: *mut u64, bytes: usize, stream: Opaque) -> Option<Code> {
 
 /// Performs a call and, if it has succeeded, a step.
 fn after(call: impl FnOnce(&Real) -> Code, work: impl FnOnce(&'static Session)) -> Code {
-    let Some(real) = real() else { return crate::real::NOT_INITIALIZED };
+    let Some(real) = real() else { return NOT_INITIALIZED };
     let code = call(real);
     if code == SUCCESS
         && let Some(session) = session()
@@ -86,56 +86,43 @@ fn after(call: impl FnOnce(&Real) -> Code, work: impl FnOnce(&'static Session)) 
 /// The functions that the program gets in place of the driver's, by the driver's addresses.
 fn replaced() -> &'static [(usize, usize)] {
     static REPLACED: OnceLock<Vec<(usize, usize)>> = OnceLock::new();
-    macro_rules! pairs {
-        ($real:ident: $($name:ident)+) => {
-            [$( (concat!(stringify!($name), "\0"), $name as *const () as usize) ),+]
-        };
-    }
     REPLACED.get_or_init(|| {
         let Some(real) = real() else { return Vec::new() };
-        let names = pairs!(real:
-            cuInit cuGetProcAddress cuGetProcAddress_v2 cuDeviceTotalMem_v2 cuDevicePrimaryCtxRetain
-            cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset_v2 cuCtxDestroy_v2 cuMemGetInfo_v2
-            cuMemAlloc_v2 cuMemAllocPitch_v2 cuMemAllocManaged cuMemFree_v2 cuMemAllocAsync
-            cuMemAllocAsync_ptsz cuMemAllocFromPoolAsync cuMemAllocFromPoolAsync_ptsz cuMemFreeAsync
-            cuMemFreeAsync_ptsz cuMemPoolCreate cuMemPoolDestroy cuMemHostAlloc cuMemAllocHost_v2
-            cuMemFreeHost cuMemHostRegister_v2 cuMemHostUnregister cuArrayCreate_v2
-            cuArray3DCreate_v2 cuArrayDestroy cuMipmappedArrayCreate cuMipmappedArrayDestroy
-            cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuMemRetainAllocationHandle
-            cuMemImportFromShareableHandle cuStreamDestroy_v2 cuDeviceSetMemPool
-        );
-        let of = |(name, hook): (&str, usize)| {
-            let name = std::ffi::CStr::from_bytes_with_nul(name.as_bytes()).ok()?;
-            Some((real.address_of(name)?, hook))
-        };
-        names.into_iter().filter_map(of).collect()
+        all().into_iter().filter_map(|(name, hook)| Some((real.address_of(name)?, hook))).collect()
     })
 }
 
-/// Puts this library's function in place of one that the driver has found, whatever name, version or
-/// flags it was asked by.
-///
-/// # Safety
-/// 1. `found` is null, or points to a pointer that may be written.
-unsafe fn replace(found: *mut *mut c_void) {
-    // SAFETY: 1. Guaranteed by the caller.
-    let Some(found) = (unsafe { found.as_mut() }) else { return };
-    let address = *found as usize;
-    if let Some((_, hook)) =
-        step(replaced).and_then(|all| all.iter().find(|(real, _)| *real == address))
-    {
-        *found = *hook as *mut c_void;
+/// Performs a call by which the program asks for a function, and puts this library's in place of
+/// one that it has, whatever name, version or flags it was asked by.
+fn resolve(found: *mut *mut c_void, call: impl FnOnce(&Real) -> Code) -> Code {
+    note_call();
+    let Some(real) = real() else { return NOT_INITIALIZED };
+    let code = call(real);
+    // SAFETY: 1. Null, or the caller's to be written: the driver has written to it.
+    if let (SUCCESS, Some(found)) = (code, unsafe { found.as_mut() }) {
+        let address = *found as usize;
+        let all = step(replaced).unwrap_or_default();
+        if let Some((_, hook)) = all.iter().find(|(real, _)| *real == address) {
+            *found = *hook as *mut c_void;
+        }
     }
+    code
 }
 
-/// Defines functions of the driver. In each block `real` is the driver's table.
+/// Defines functions of the driver.
 macro_rules! hooks {
-    ($( fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $body:block )+) => { $(
+    ($( fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $body:block )+) => {
+        /// Returns the names and the addresses of all of them.
+        fn all() -> Vec<(&'static str, usize)> {
+            vec![$( (stringify!($name), $name as *const () as usize) ),+]
+        }
+        $(
         /// # Safety
         /// 1. As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name($($argument: $kind),*) -> Code $body
-    )+ };
+        )+
+    };
 }
 
 /// Calls a function of the driver with the arguments of the caller.
@@ -178,61 +165,22 @@ fn array_bytes(width: usize, height: usize, depth: usize, format: c_uint, channe
     sides.into_iter().fold(element_bytes(format, channels), u64::saturating_mul)
 }
 
-/// Performs a call that creates an array of `bytes`, and measures what the driver takes.
-fn take_array(
-    bytes: u64,
-    array: *mut Opaque,
-    call: impl FnOnce(&Real) -> Code,
-    free: impl FnOnce(&Real, Opaque),
-) -> Code {
-    let Some(real) = real() else { return crate::real::NOT_INITIALIZED };
-    let Some(session) = session() else { return call(real) };
-    let mut begun = match step(|| session.begin_linear(By::Array, bytes)).flatten() {
-        Some(Ok(begun)) => begun,
-        Some(Err(Refused)) => return crate::real::OUT_OF_MEMORY,
-        None => return call(real),
-    };
-    let before = session.used();
-    let code = call(real);
-    if code != SUCCESS {
-        return step(|| session.finish(begun, code, 0, || {})).unwrap_or(code);
-    }
-    let (array, taken) = (read!(array), session.used().saturating_sub(before));
-    step(|| {
-        begun.measure(session, taken);
-        session.finish(begun, code, array as u64, || free(real, array))
-    })
-    .unwrap_or(code)
-}
-
 hooks! {
     fn cuInit(flags: c_uint) {
         note_call();
-        real().map_or(crate::real::NOT_INITIALIZED, |real| call!(real.cuInit(flags)))
+        real().map_or(NOT_INITIALIZED, |real| call!(real.cuInit(flags)))
     }
 
-    fn cuGetProcAddress(name: *const c_char, found: *mut *mut c_void, version: c_int, flags: c_ulonglong) {
-        note_call();
-        let Some(real) = real() else { return crate::real::NOT_INITIALIZED };
-        let code = call!(real.cuGetProcAddress(name, found, version, flags));
-        if code == SUCCESS {
-            // SAFETY: 1. The driver has written to it.
-            unsafe { replace(found) };
-        }
-        code
+    fn cuGetProcAddress(
+        name: *const c_char, found: *mut *mut c_void, version: c_int, flags: c_ulonglong,
+    ) {
+        resolve(found, |real| call!(real.cuGetProcAddress(name, found, version, flags)))
     }
 
     fn cuGetProcAddress_v2(
         name: *const c_char, found: *mut *mut c_void, version: c_int, flags: c_ulonglong, how: *mut c_uint,
     ) {
-        note_call();
-        let Some(real) = real() else { return crate::real::NOT_INITIALIZED };
-        let code = call!(real.cuGetProcAddress_v2(name, found, version, flags, how));
-        if code == SUCCESS {
-            // SAFETY: 1. The driver has written to it.
-            unsafe { replace(found) };
-        }
-        code
+        resolve(found, |real| call!(real.cuGetProcAddress_v2(name, found, version, flags, how)))
     }
 
     fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) {
@@ -248,7 +196,7 @@ hooks! {
 
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         let (mut device_free, mut device_total) = (0, 0);
-        let Some(real) = real() else { return crate::real::NOT_INITIALIZED };
+        let Some(real) = real() else { return NOT_INITIALIZED };
         let code = call!(real.cuMemGetInfo_v2(&raw mut device_free, &raw mut device_total));
         if code == SUCCESS
             && let Some(session) = session()
@@ -256,7 +204,7 @@ hooks! {
         {
             (device_free, device_total) = within;
         }
-        // SAFETY: 1. Each is null, or the caller's to be written. The driver takes one null pointer,
+        // SAFETY: 1. Each is null, or the caller's to be written. The driver takes one null,
         // but not two.
         unsafe {
             if let (SUCCESS, Some(free)) = (code, free.as_mut()) {
@@ -278,7 +226,9 @@ hooks! {
         )
     }
 
-    fn cuMemAllocPitch_v2(address: *mut u64, pitch: *mut usize, width: usize, height: usize, element: c_uint) {
+    fn cuMemAllocPitch_v2(
+        address: *mut u64, pitch: *mut usize, width: usize, height: usize, element: c_uint,
+    ) {
         // The driver aligns rows to 512 bytes.
         let row = width.checked_next_multiple_of(512).unwrap_or(usize::MAX);
         take(
@@ -303,7 +253,6 @@ hooks! {
     }
 
     fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream: Opaque) {
-        #[cfg(feature = "serve")]
         if let Some(code) = serve(address, bytes, stream) {
             return code;
         }
@@ -317,7 +266,6 @@ hooks! {
 
     fn cuMemAllocAsync_ptsz(address: *mut u64, bytes: usize, stream: Opaque) {
         let stream = per_thread(stream);
-        #[cfg(feature = "serve")]
         if let Some(code) = serve(address, bytes, stream) {
             return code;
         }
@@ -376,7 +324,7 @@ hooks! {
     }
 
     fn cuMemPoolDestroy(pool: Opaque) {
-        let Some(real) = real() else { return crate::real::NOT_INITIALIZED };
+        let Some(real) = real() else { return NOT_INITIALIZED };
         if let Some(session) = session() {
             // It may have been that of a device.
             step(|| session.forget_pools());
@@ -424,22 +372,22 @@ hooks! {
         // SAFETY: 1. Null, or the caller's descriptor.
         let bytes = unsafe { descriptor.as_ref() }
             .map_or(0, |it| array_bytes(it.width, it.height, 1, it.format, it.channels));
-        take_array(
-            bytes,
-            array,
+        take(
+            |session| session.begin_linear(By::Array, bytes),
             |real| call!(real.cuArrayCreate_v2(array, descriptor)),
-            |real, array| _ = call!(real.cuArrayDestroy(array)),
+            || read!(array) as u64,
+            |real, array| _ = call!(real.cuArrayDestroy(array as Opaque)),
         )
     }
 
     fn cuArray3DCreate_v2(array: *mut Opaque, descriptor: *const Array3dDescriptor) {
         // SAFETY: 1. Null, or the caller's descriptor.
         let bytes = unsafe { descriptor.as_ref() }.map_or(0, array3d_bytes);
-        take_array(
-            bytes,
-            array,
+        take(
+            |session| session.begin_linear(By::Array, bytes),
             |real| call!(real.cuArray3DCreate_v2(array, descriptor)),
-            |real, array| _ = call!(real.cuArrayDestroy(array)),
+            || read!(array) as u64,
+            |real, array| _ = call!(real.cuArrayDestroy(array as Opaque)),
         )
     }
 
@@ -447,16 +395,18 @@ hooks! {
         give(array as u64, None, |real| call!(real.cuArrayDestroy(array)))
     }
 
-    fn cuMipmappedArrayCreate(array: *mut Opaque, descriptor: *const Array3dDescriptor, levels: c_uint) {
+    fn cuMipmappedArrayCreate(
+        array: *mut Opaque, descriptor: *const Array3dDescriptor, levels: c_uint,
+    ) {
         // SAFETY: 1. Null, or the caller's descriptor.
         let first = unsafe { descriptor.as_ref() }.map_or(0, array3d_bytes);
         // Each further level has a quarter of the one before, or an eighth.
         let bytes = if levels > 1 { first.saturating_add(first / 3) } else { first };
-        take_array(
-            bytes,
-            array,
+        take(
+            |session| session.begin_linear(By::Array, bytes),
             |real| call!(real.cuMipmappedArrayCreate(array, descriptor, levels)),
-            |real, array| _ = call!(real.cuMipmappedArrayDestroy(array)),
+            || read!(array) as u64,
+            |real, array| _ = call!(real.cuMipmappedArrayDestroy(array as Opaque)),
         )
     }
 
@@ -464,15 +414,17 @@ hooks! {
         give(array as u64, None, |real| call!(real.cuMipmappedArrayDestroy(array)))
     }
 
-    fn cuMemCreate(handle: *mut u64, bytes: usize, properties: *const Properties, flags: c_ulonglong) {
-        let Some(real) = real() else { return crate::real::NOT_INITIALIZED };
+    fn cuMemCreate(
+        handle: *mut u64, bytes: usize, properties: *const Properties, flags: c_ulonglong,
+    ) {
+        let Some(real) = real() else { return NOT_INITIALIZED };
         let perform = || call!(real.cuMemCreate(handle, bytes, properties, flags));
         // SAFETY: 1. Null, or the caller's properties.
         let place = unsafe { properties.as_ref() }.map(|properties| place_of(properties.location));
         let (Some(session), Some(place)) = (session(), place) else { return perform() };
         let (charge, what) = match step(|| session.begin_handle(bytes as u64, place)).flatten() {
             Some(Ok(begun)) => begun,
-            Some(Err(Refused)) => return crate::real::OUT_OF_MEMORY,
+            Some(Err(Refused)) => return OUT_OF_MEMORY,
             None => return perform(),
         };
         let code = perform();
@@ -494,7 +446,10 @@ hooks! {
     }
 
     fn cuMemUnmap(address: u64, bytes: usize) {
-        after(|real| call!(real.cuMemUnmap(address, bytes)), |session| session.remove_mappings(address, bytes as u64))
+        after(
+            |real| call!(real.cuMemUnmap(address, bytes)),
+            |session| session.remove_mappings(address, bytes as u64),
+        )
     }
 
     fn cuMemRetainAllocationHandle(handle: *mut u64, address: *mut c_void) {
@@ -512,8 +467,7 @@ hooks! {
     }
 
     fn cuStreamDestroy_v2(stream: Opaque) {
-        let Some(real) = real() else { return crate::real::NOT_INITIALIZED };
-        #[cfg(feature = "serve")]
+        let Some(real) = real() else { return NOT_INITIALIZED };
         if session().is_some_and(|session| session.settings.serve) {
             step(|| crate::serve::end_stream(stream));
         }
@@ -528,15 +482,24 @@ hooks! {
     }
 
     fn cuDevicePrimaryCtxRelease_v2(device: c_int) {
-        after(|real| call!(real.cuDevicePrimaryCtxRelease_v2(device)), |session| session.end_primary(device))
+        after(
+            |real| call!(real.cuDevicePrimaryCtxRelease_v2(device)),
+            |session| session.end_primary(device),
+        )
     }
 
     fn cuDevicePrimaryCtxReset_v2(device: c_int) {
-        after(|real| call!(real.cuDevicePrimaryCtxReset_v2(device)), |session| session.end_primary(device))
+        after(
+            |real| call!(real.cuDevicePrimaryCtxReset_v2(device)),
+            |session| session.end_primary(device),
+        )
     }
 
     fn cuCtxDestroy_v2(context: Opaque) {
-        after(|real| call!(real.cuCtxDestroy_v2(context)), |session| session.end_context(context as usize))
+        after(
+            |real| call!(real.cuCtxDestroy_v2(context)),
+            |session| session.end_context(context as usize),
+        )
     }
 }
 

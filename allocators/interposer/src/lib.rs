@@ -1,9 +1,9 @@
 //! The library by which `aquifer run` observes and limits the CUDA calls of any program.
 //!
-//! It is preloaded, and its name for the dynamic linker is `libcuda.so.1`. So it *is* the driver for
-//! a program that is linked to it or opens it by `dlopen`. It has the functions by which memory is
-//! taken and given back. Every other symbol is the driver's own: this library needs the driver under
-//! another name, and the linker looks there next. See `build.rs`.
+//! It is preloaded, and its name for the dynamic linker is `libcuda.so.1`. So it *is* the driver
+//! for a program that is linked to it or opens it by `dlopen`. It has the functions by which memory
+//! is taken and given back. Every other symbol is the driver's own: this library needs the driver
+//! under another name, and the linker looks there next. See `build.rs`.
 //!
 //! ```text
 //!   program ── cuMemAlloc_v2 ──▶ hooks ──▶ session: charge ─▶ driver ─▶ record
@@ -22,24 +22,24 @@
 //! | `log` | the trace |
 //! | `callers` | who asked for memory |
 //! | `serve` | stream-ordered blocks from a pool of this library |
-//! | `settings`, `notice` | what `aquifer run` has asked for; lines on standard error |
+//! | `settings` | what `aquifer run` has asked for |
+//! | `guest` | what a guest in another program needs: messages, locks, signals |
 //! | `real` | the driver's functions |
 //!
-//! What a step of this library cannot do leaves the call to the driver. A panic is contained, and the
-//! process goes on without it. A forked child passes every call on, as CUDA does not survive a fork;
-//! a program that it executes begins anew.
+//! What a step of this library cannot do leaves the call to the driver. A panic is contained, and
+//! the process goes on without it. A forked child passes every call on, as CUDA does not survive a
+//! fork; a program that it executes begins anew.
 #![expect(unsafe_code, reason = "runs at the end of the process")]
 
 mod blocks;
 mod callers;
+mod guest;
 mod holder;
 mod hooks;
 mod log;
-mod notice;
 mod nvml;
 mod pools;
 mod real;
-#[cfg(feature = "serve")]
 mod serve;
 mod session;
 mod settings;

@@ -1,9 +1,10 @@
 //! The trace, written by a thread of this library: a call of the program only adds an event to a
 //! list.
 //!
-//! Of a process that is killed the last 10 ms are missing. One that exits waits for the last events.
+//! Of a process that is killed the last 10 ms are missing. One that exits waits for the last
+//! events.
 
-use crate::notice;
+use crate::guest::{self, lock};
 use aquifer_core::{
     Tag,
     event::{Action, BlockKind, Event, MemoryLocation, NullSink, Recorder, TraceFile},
@@ -13,7 +14,7 @@ use std::{
     path::{Path, PathBuf},
     process,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -114,7 +115,7 @@ impl Log {
             *file = match TraceFile::create(&path) {
                 Ok(open) => LogFile::Open(open),
                 Err(error) => {
-                    notice::report(&format!("no trace is written: {}: {error}", path.display()));
+                    guest::report(&format!("no trace is written: {}: {error}", path.display()));
                     LogFile::Failed
                 }
             };
@@ -131,8 +132,8 @@ impl Log {
     }
 }
 
-/// Returns the path of this process's trace: of several processes of a program the first has the one
-/// that was asked for, and others have their process id in the name.
+/// Returns the path of this process's trace: of several processes of a program the first has the
+/// one that was asked for, and others have their process id in the name.
 fn free_path(path: &Path) -> PathBuf {
     let id = process::id();
     let own = |number: u32| {
@@ -148,8 +149,4 @@ fn free_path(path: &Path) -> PathBuf {
     };
     let mut names = iter::once(path.to_owned()).chain((1..).map(own));
     names.find(|name| !name.exists()).unwrap_or_else(|| path.to_owned())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,5 +1,5 @@
-//! The driver's own memory on a device: contexts, modules, libraries. It is what NVML counts for this
-//! process beyond what was allocated.
+//! The driver's own memory on a device: contexts, modules, libraries. It is what NVML counts for
+//! this process beyond what was allocated.
 
 use nvml_wrapper::{Nvml, enums::device::UsedGpuMemory};
 use std::{process, sync::OnceLock};

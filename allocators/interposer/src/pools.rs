@@ -1,11 +1,14 @@
 //! The driver's pools: what they have reserved counts, and not the blocks in them.
 //!
-//! A pool grows by 32 MiB or more when a block does not fit. So the growth that a request may cause is
-//! charged before it, and what the pool has reserved is read after it. A pool shrinks when its
+//! A pool grows by 32 MiB or more when a block does not fit. So the growth that a request may cause
+//! is charged before it, and what the pool has reserved is read after it. A pool shrinks when its
 //! stream is synchronised, which is seen later: every 100 ms, and before a request is refused.
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 
-use crate::real::{Opaque, Real, SUCCESS};
+use crate::{
+    guest::lock,
+    real::{Opaque, Real, SUCCESS},
+};
 use aquifer_core::{
     Budget, Charge,
     budget::{Offer, Reclaim},
@@ -90,7 +93,7 @@ pub(crate) struct AskedOfPool {
 
 impl DriverPool {
     fn usage(&self) -> MutexGuard<'_, Usage> {
-        self.usage.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.usage)
     }
 
     fn reserved(&self, real: &Real) -> Option<u64> {

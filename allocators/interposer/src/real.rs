@@ -83,7 +83,7 @@ macro_rules! real_functions {
                         unsafe extern "C" fn missing($(_: $kind),*) -> Code {
                             NOT_SUPPORTED
                         }
-                        match symbol(library, concat!(stringify!($name), "\0")) {
+                        match symbol(library, stringify!($name)) {
                             // SAFETY: 1. The type is the one that cuda.h declares for this symbol.
                             Some(found) => unsafe {
                                 mem::transmute::<*mut c_void, unsafe extern "C" fn($($kind),*) -> Code>(found)
@@ -165,8 +165,8 @@ pub(crate) fn real() -> Option<&'static Real> {
 
 impl Real {
     /// Returns the address of an exported symbol of the driver.
-    pub(crate) fn address_of(&self, name: &CStr) -> Option<usize> {
-        symbol(self.library as *mut c_void, name.to_str().ok()?).map(|found| found as usize)
+    pub(crate) fn address_of(&self, name: &str) -> Option<usize> {
+        symbol(self.library as *mut c_void, name).map(|found| found as usize)
     }
 }
 
@@ -174,15 +174,15 @@ impl Real {
 pub(crate) const LIBRARY: &CStr = c"libaquifer-real-cuda.so";
 
 fn library() -> Option<*mut c_void> {
-    // SAFETY: 1. The text ends with a zero byte. The library is loaded already, as one that this one
-    // needs.
+    // SAFETY: 1. The text ends with a zero byte. The library is loaded already, as one that this
+    // one needs.
     let library = unsafe { libc::dlopen(LIBRARY.as_ptr(), libc::RTLD_NOW) };
     (!library.is_null()).then_some(library)
 }
 
-/// Looks up a symbol, whose name may end with a zero byte.
+/// Looks up a symbol.
 fn symbol(library: *mut c_void, name: &str) -> Option<*mut c_void> {
-    let name = std::ffi::CString::new(name.trim_end_matches('\0')).ok()?;
+    let name = std::ffi::CString::new(name).ok()?;
     // SAFETY: 1. An open library and a text that ends with a zero byte.
     let found = unsafe { libc::dlsym(library, name.as_ptr()) };
     (!found.is_null()).then_some(found)

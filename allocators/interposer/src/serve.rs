@@ -7,10 +7,10 @@
 
 use crate::{
     blocks::{Block, Memory},
+    guest::{self, NoSignals, lock},
     log::Subject,
-    notice,
     real::{Code, LIBRARY, OUT_OF_MEMORY, Opaque, SUCCESS},
-    session::{By, NoSignals, Session},
+    session::{By, Session},
 };
 use aquifer_core::{
     DeviceId, MemoryError, Request, Result,
@@ -21,7 +21,7 @@ use aquifer_driver::{Access, Driver, RawStream, cuda::CudaDriver};
 use aquifer_stream::{Stream, StreamLifetime};
 use std::{
     collections::HashMap,
-    sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError},
+    sync::{Arc, LazyLock, Mutex, OnceLock},
 };
 
 /// The pools, opened by the first request of each device.
@@ -38,12 +38,12 @@ static SERVING: LazyLock<Serving> = LazyLock::new(Serving::default);
 impl Serving {
     /// Returns the pool of a device. One that cannot be opened is reported, and the driver serves.
     fn pool(&self, session: &'static Session, device: u32) -> Option<DevicePool> {
-        let known = self.pools.lock().unwrap_or_else(PoisonError::into_inner).get(&device).cloned();
+        let known = lock(&self.pools).get(&device).cloned();
         if let Some(known) = known {
             return known;
         }
         let opened = self.open(session, device);
-        let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pools = lock(&self.pools);
         pools.entry(device).or_insert(opened).clone()
     }
 
@@ -51,19 +51,19 @@ impl Serving {
         let _blocked = NoSignals::new();
         let driver = self.driver.get_or_init(|| {
             let opened = CudaDriver::open_library(LIBRARY.to_str().ok()?);
-            opened.inspect_err(|error| notice::report(&format!("nothing is served: {error}"))).ok()
+            opened.inspect_err(|error| guest::report(&format!("nothing is served: {error}"))).ok()
         });
         let driver: Arc<dyn Driver> = driver.clone()?;
         let holder = session.holder(MemoryLocation::Device(DeviceId(device)))?;
         let config = PoolConfig::with_budget(holder.budget.clone());
         let opened = DevicePool::open(driver, DeviceId(device), config);
-        opened.inspect_err(|error| notice::report(&format!("nothing is served: {error}"))).ok()
+        opened.inspect_err(|error| guest::report(&format!("nothing is served: {error}"))).ok()
     }
 
     /// Returns the program's stream as one of the pool's.
     fn stream(&self, pool: &DevicePool, device: u32, stream: Opaque) -> Result<Stream> {
         let key = (device, stream as usize);
-        let streams = || self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        let streams = || lock(&self.streams);
         if let Some(known) = streams().get(&key) {
             return Ok(known.clone());
         }
@@ -112,11 +112,10 @@ pub(crate) fn allocate(
 /// Frees a block, in the order of `stream` or, without one, after all work of the context.
 pub(crate) fn free(
     session: &'static Session,
-    block: Option<Block>,
+    block: Block,
     address: u64,
     stream: Option<Opaque>,
 ) -> Code {
-    let Some(block) = block else { return SUCCESS };
     let MemoryLocation::Device(DeviceId(device)) = block.what.place else { return SUCCESS };
     session.release(block);
     let Some(pool) = SERVING.pool(session, device) else { return SUCCESS };
@@ -144,7 +143,7 @@ pub(crate) fn end_stream(stream: Opaque) {
     let streams = &SERVING.streams;
     let of = |(_, handle): &(u32, usize)| *handle == stream as usize;
     let ended: Vec<_> = {
-        let mut streams = streams.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut streams = lock(streams);
         streams.extract_if(|key, _| of(key)).collect()
     };
     for (_, stream) in ended {

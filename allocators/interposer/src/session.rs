@@ -1,16 +1,16 @@
 //! What this process has allocated, and the steps before and after a call of the driver.
 //!
 //! A request is charged before its call, and recorded after it has succeeded; a free is recorded
-//! before its call, since another thread can get the same address as soon as the driver has it back.
-//! No lock is held over a call.
+//! before its call, since another thread can get the same address as soon as the driver has it
+//! back. No lock is held over a call.
 #![expect(unsafe_code, reason = "calls the CUDA driver, and adds a handler for forks")]
 
 use crate::{
     blocks::{Block, Blocks, Memory},
     callers,
+    guest::{self, NoSignals, lock},
     holder::{Holder, PAGE},
     log::{Log, Subject},
-    notice,
     pools::{AskedOfPool, Pools},
     real::{Code, NOT_INITIALIZED, OUT_OF_MEMORY, Opaque, Real, SUCCESS, real},
     settings::Settings,
@@ -26,7 +26,7 @@ use std::{
     ffi::c_int,
     ptr::null_mut,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
@@ -65,7 +65,6 @@ pub(crate) enum By {
     HostAlloc,
     HostRegister,
     Create,
-    #[cfg(feature = "serve")]
     Served,
 }
 
@@ -117,27 +116,11 @@ pub(crate) struct Begun {
     ahead: Ahead,
 }
 
-impl Begun {
-    /// Charges what the driver took, by its own count, for a kind of memory whose size it does not
-    /// tell. A count that others have moved meanwhile is not believed.
-    pub(crate) fn measure(&mut self, session: &'static Session, taken: u64) {
-        let Ahead::Charge(charge) = &mut self.ahead else { return };
-        let expected = charge.bytes();
-        if taken < expected {
-            drop(charge.split(expected - taken));
-        } else if taken <= 2 * expected
-            && let Some(more) =
-                session.holder(self.what.place).and_then(|holder| holder.charge(taken - expected))
-        {
-            // Both are of one budget.
-            let _merged = charge.merge(more);
-        }
-    }
-}
-
 /// What was charged before the call.
 enum Ahead {
     Charge(Charge),
+    /// Of a kind of memory whose size the driver does not tell, with what the device had in use.
+    Measured(Charge, u64),
     /// Of a block whose pages its address tells. `None` if no page fits.
     Pages(Option<Charge>),
     Pool(AskedOfPool),
@@ -158,11 +141,12 @@ pub(crate) fn note_call() {
     CALLED.store(true, Ordering::Relaxed);
 }
 
-/// Performs a step of this library. After a panic in it calls are passed on, which is reported once.
+/// Performs a step of this library. After a panic in it calls are passed on, which is reported
+/// once.
 pub(crate) fn step<R>(work: impl FnOnce() -> R) -> Option<R> {
     let done = contain(work);
     if done.is_none() && !PASSES.swap(true, Ordering::Relaxed) {
-        notice::report("an internal error: from here on nothing is recorded or limited");
+        guest::report("an internal error: from here on nothing is recorded or limited");
     }
     done
 }
@@ -191,7 +175,7 @@ fn report_escape() {
     if unsafe { (real.cuDeviceGetCount)(&raw mut count) } == NOT_INITIALIZED {
         return;
     }
-    notice::report(
+    guest::report(
         "this program has opened the CUDA driver past this library: nothing was recorded or limited",
     );
     if Settings::read().is_ok_and(|settings| settings.limits_anything()) {
@@ -207,7 +191,7 @@ impl Session {
         let real = real()?;
         let settings = Settings::read()
             .inspect_err(|(name, value)| {
-                notice::report(&format!(
+                guest::report(&format!(
                     "{name} is {value}, which makes no sense: nothing is recorded or limited"
                 ));
             })
@@ -233,7 +217,8 @@ impl Session {
         })
     }
 
-    /// Returns what is held of a memory. Its first call for a device measures the driver's own memory.
+    /// Returns what is held of a memory. Its first call for a device measures the driver's own
+    /// memory.
     pub(crate) fn holder(&'static self, place: MemoryLocation) -> Option<&'static Holder> {
         match place {
             MemoryLocation::Device(DeviceId(device)) => {
@@ -262,7 +247,6 @@ impl Session {
     }
 
     /// Returns whether the calling thread's context is its device's primary one.
-    #[cfg(feature = "serve")]
     pub(crate) fn is_in_primary(&self) -> bool {
         let context = self.current_context() as u64;
         let is_primary = |primary: &AtomicU64| primary.load(Ordering::Relaxed) == context;
@@ -309,6 +293,7 @@ impl Session {
                 };
                 match by {
                     By::Alloc | By::Pitch => Ahead::Pages(Some(charge)),
+                    By::Array => Ahead::Measured(charge, self.used()),
                     _ => Ahead::Charge(charge),
                 }
             }
@@ -316,8 +301,8 @@ impl Session {
         Some(Ok(Begun { what, context: self.current_context(), ahead }))
     }
 
-    /// Charges a request of a pool. Returns `None` if it is not counted: memory of a graph, which the
-    /// stream captures, or of another process's pool.
+    /// Charges a request of a pool. Returns `None` if it is not counted: memory of a graph, which
+    /// the stream captures, or of another process's pool.
     pub(crate) fn begin_pooled(
         &'static self,
         bytes: u64,
@@ -426,8 +411,8 @@ impl Session {
         }
     }
 
-    /// Ends a request. Returns the code for the program. `free` gives memory back that turns out not
-    /// to fit.
+    /// Ends a request. Returns the code for the program. `free` gives memory back that turns out
+    /// not to fit.
     pub(crate) fn finish(
         &'static self,
         begun: Begun,
@@ -438,7 +423,11 @@ impl Session {
         let Begun { what, context, ahead } = begun;
         let Some(holder) = self.holder(what.place) else { return code };
         let memory = match ahead {
-            Ahead::Charge(charge) => Some(Memory::Own(charge)),
+            Ahead::Measured(charge, before) if code == SUCCESS => {
+                let taken = self.used().saturating_sub(before);
+                Some(Memory::Own(holder.match_taken(charge, taken)))
+            }
+            Ahead::Charge(charge) | Ahead::Measured(charge, _) => Some(Memory::Own(charge)),
             Ahead::Pages(ahead) if code == SUCCESS => holder.add_pages(address, what.bytes, ahead),
             Ahead::Nothing | Ahead::Pages(_) => Some(Memory::Managed),
             Ahead::Pool(asked) => asked
@@ -545,7 +534,7 @@ impl Session {
     }
 
     fn virtual_memory(&self) -> MutexGuard<'_, VirtualMemory> {
-        self.virtual_memory.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.virtual_memory)
     }
 
     /// Charges a handle, whose memory is at `place`.
@@ -634,7 +623,7 @@ impl Session {
                 (&raw mut now).cast(),
             )
         };
-        let mut graphs = holder.graphs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut graphs = lock(&holder.graphs);
         let before = graphs.0;
         if code != SUCCESS || now == before {
             return;
@@ -685,26 +674,4 @@ fn start_thread() {
     let _blocked = NoSignals::new();
     // Without it the trace is written when the process ends.
     let _started = thread::Builder::new().name("aquifer-run".to_owned()).spawn(work);
-}
-
-/// As long as it lives, threads that this one starts take no signal: those are the program's.
-pub(crate) struct NoSignals(libc::sigset_t);
-
-impl NoSignals {
-    pub(crate) fn new() -> Self {
-        // SAFETY: 1. Both sets are locals that the calls fill.
-        unsafe {
-            let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
-            libc::sigfillset(&raw mut all);
-            libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
-            Self(before)
-        }
-    }
-}
-
-impl Drop for NoSignals {
-    fn drop(&mut self) {
-        // SAFETY: 1. A set that the call in `new` has filled.
-        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.0, null_mut()) };
-    }
 }

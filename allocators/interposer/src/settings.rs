@@ -1,7 +1,7 @@
 //! What `aquifer run` has asked for: environment variables, which children of the program inherit.
 //!
-//! They are written by `aquifer run` and are no interface. One that cannot be read leaves the program
-//! as it is without this library, and is reported.
+//! They are written by `aquifer run` and are no interface. One that cannot be read leaves the
+//! program as it is without this library, and is reported.
 
 use aquifer_status::ledger::folder_of_environment;
 use std::{env, ffi::OsString, path::PathBuf};

@@ -1,5 +1,5 @@
-//! Physical handles (`cuMemCreate`) and where they are mapped. A handle keeps its memory until it is
-//! released and unmapped everywhere.
+//! Physical handles (`cuMemCreate`) and where they are mapped. A handle keeps its memory until it
+//! is released and unmapped everywhere.
 
 use crate::log::Subject;
 use aquifer_core::Charge;

@@ -53,8 +53,7 @@ impl LineFile {
         &self.path
     }
 
-    /// Holds lines back until the next call of [`write_held`](Self::write_held), which writes all of
-    /// them in one call.
+    /// Holds lines back until [`write_held`](Self::write_held), which writes them in one call.
     pub(super) fn hold_back(&mut self) {
         self.holds_back = true;
     }
@@ -71,20 +70,23 @@ impl LineFile {
             Ok(_) => Err(io::Error::other("the program has closed its descriptor")),
             Err(error) => Err(error),
         };
+        self.end_after(written);
+        self.dropped += if self.failed { held } else { 0 };
+    }
+
+    /// Ends the file after a failure, which is reported.
+    fn end_after(&mut self, written: io::Result<()>) {
         if let Err(error) = written {
             self.failed = true;
-            self.dropped += held;
             report(&self.path, &error);
         }
     }
 
     /// Writes a line, or counts it as dropped.
     pub(super) fn write(&mut self, line: fmt::Arguments<'_>) {
-        if !self.failed
-            && let Err(error) = self.try_write(line)
-        {
-            self.failed = true;
-            report(&self.path, &error);
+        if !self.failed {
+            let written = self.try_write(line);
+            self.end_after(written);
         }
         self.dropped += u64::from(self.failed);
     }

@@ -25,8 +25,8 @@
 //! (`release_or_strand`) depend on no stream.
 //!
 //! # Where another stream takes a free range
-//! A slow path asks `is_done` of a range's [`StreamDeps`], which [`Timeline::poll`] has brought up to
-//! date. Of these searches only one that `may_wait` takes a range whose work is not done.
+//! A slow path asks `is_done` of a range's [`StreamDeps`], which [`Timeline::poll`] has brought up
+//! to date. Of these searches only one that `may_wait` takes a range whose work is not done.
 //!
 //! | memory | taken in | with unfinished work |
 //! |---|---|---|

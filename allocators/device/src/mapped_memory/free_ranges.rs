@@ -321,8 +321,8 @@ impl MappedMemory {
 
     /// Moves free ranges whose work is known to be done from the caches of `donors` to the shared
     /// free list, as far as a cache holds more than `cap` free bytes. Takes the high ends of the
-    /// longest ranges. Returns the number of transfers begun, one for each cache above `cap`. No handle
-    /// is moved.
+    /// longest ranges. Returns the number of transfers begun, one for each cache above `cap`. No
+    /// handle is moved.
     pub(crate) fn cap_caches(&self, donors: &[&'static StreamCache], cap: u64) -> u64 {
         let mut own_transfers = 0;
         for &donor in donors {

@@ -32,8 +32,8 @@ impl CudaDriver {
         FunctionTable::load().and_then(Self::start)
     }
 
-    /// Like [`CudaDriver::open`], for the library with this name or path instead of the one that the
-    /// linker finds as `libcuda.so.1`.
+    /// Like [`CudaDriver::open`], for the library with this name or path instead of the one that
+    /// the linker finds as `libcuda.so.1`.
     ///
     /// # Errors
     /// As [`CudaDriver::open`].

@@ -33,6 +33,22 @@ pub enum LedgerMemory {
 }
 
 impl LedgerMemory {
+    /// Returns the memory of a GPU, by the first of these that its driver tells.
+    ///
+    /// ```
+    /// use aquifer_status::ledger::LedgerMemory;
+    /// let told = LedgerMemory::gpu(None, Some("0000:1b:00.0".to_owned()), 0);
+    /// assert_eq!(told.address(), Some("0000:1b:00.0"));
+    /// assert_eq!(LedgerMemory::gpu(None, None, 2).ordinal(), Some(2));
+    /// ```
+    pub fn gpu(uuid: Option<[u8; 16]>, address: Option<String>, ordinal: u32) -> Self {
+        match (uuid, address) {
+            (Some(uuid), _) => Self::Uuid(uuid),
+            (None, Some(address)) => Self::Address(address),
+            (None, None) => Self::Ordinal(ordinal),
+        }
+    }
+
     /// Returns the memory that the ledger of this name is for.
     pub fn of(name: &str) -> Self {
         let gpu = |device: &str| {

@@ -1,12 +1,12 @@
 //! `run`: a program under the library that observes and limits its CUDA calls.
 //!
-//! The library is preloaded from a folder of three links: itself as `libcuda.so.1` and `libcuda.so`,
-//! and the driver under the name by which the library needs it. The folder is first in
-//! `LD_LIBRARY_PATH` as well, for programs that open `libcuda.so`. Processes that the program starts
-//! inherit both by the environment, with the variables that say what to do.
+//! The library is preloaded from a folder of three links: itself as `libcuda.so.1` and
+//! `libcuda.so`, and the driver under the name by which the library needs it. The folder is first
+//! in `LD_LIBRARY_PATH` as well, for programs that open `libcuda.so`. Processes that the program
+//! starts inherit both by the environment, with the variables that say what to do.
 //!
-//! Without `--report` this process becomes the program. With it, this process waits for the program,
-//! passes signals on, writes the page, and ends as the program did.
+//! Without `--report` this process becomes the program. With it, this process waits for the
+//! program, passes signals on, writes the page, and ends as the program did.
 #![expect(unsafe_code, reason = "asks the dynamic linker for the driver, and sets signals")]
 
 use crate::{amount::AmountError, cli, error::CommandError, report};
@@ -48,9 +48,9 @@ pub(crate) fn run(args: &cli::Run) -> Result<u8, CommandError> {
     };
     let mut command = Command::new(program);
     command.args(arguments);
-    match prepare(args, &mut command)? {
-        Prepared::Observed => {}
-        Prepared::NoDriver => super::report_error(
+    match driver() {
+        Some(driver) => prepare(args, &driver, &mut command)?,
+        None => super::report_error(
             "there is no CUDA driver here (libcuda.so.1), so the program runs as without aquifer run",
         ),
     }
@@ -60,25 +60,19 @@ pub(crate) fn run(args: &cli::Run) -> Result<u8, CommandError> {
     }
 }
 
-enum Prepared {
-    Observed,
-    NoDriver,
-}
-
 /// Sets the environment of the program.
-fn prepare(args: &cli::Run, command: &mut Command) -> Result<Prepared, CommandError> {
-    let Some(driver) = driver() else { return Ok(Prepared::NoDriver) };
-    let folder = linked_folder(&library()?, &driver)?;
-    let joined = |name: &str, first: &Path, separator: &str| {
+fn prepare(args: &cli::Run, driver: &Path, command: &mut Command) -> Result<(), CommandError> {
+    let folder = linked_folder(&library()?, driver)?;
+    let joined = |name: &str, first: &Path| {
         let mut value = first.as_os_str().to_owned();
         if let Some(before) = env::var_os(name).filter(|before| !before.is_empty()) {
-            value.push(separator);
+            value.push(":");
             value.push(before);
         }
         value
     };
-    command.env("LD_PRELOAD", joined("LD_PRELOAD", &folder.join(DRIVER[0]), ":"));
-    command.env("LD_LIBRARY_PATH", joined("LD_LIBRARY_PATH", &folder, ":"));
+    command.env("LD_PRELOAD", joined("LD_PRELOAD", &folder.join(DRIVER[0])));
+    command.env("LD_LIBRARY_PATH", joined("LD_LIBRARY_PATH", &folder));
     let mut set = |name, value: Option<OsString>| match value {
         Some(value) => _ = command.env(name, value),
         None => _ = command.env_remove(name),
@@ -106,10 +100,11 @@ fn prepare(args: &cli::Run, command: &mut Command) -> Result<Prepared, CommandEr
         let absolute = absolute.map_err(|error| CommandError::Output(folder.clone(), error))?;
         command.env(ledger::VARIABLE, absolute);
     }
-    Ok(Prepared::Observed)
+    Ok(())
 }
 
-/// Returns the limits as the library reads them. Without a flag they are those of `HAMi`'s variables.
+/// Returns the limits as the library reads them. Without a flag they are those of `HAMi`'s
+/// variables.
 fn limits(args: &cli::Run) -> Result<Option<String>, CommandError> {
     let mut limits: Vec<String> = args.limit.iter().map(cli::DeviceLimit::to_string).collect();
     if limits.is_empty() {
@@ -138,8 +133,8 @@ fn limits(args: &cli::Run) -> Result<Option<String>, CommandError> {
     Ok((!limits.is_empty()).then(|| limits.join(",")))
 }
 
-/// Returns the path of the driver's library, by the dynamic linker's own search, or `None` if there is
-/// none.
+/// Returns the path of the driver's library, by the dynamic linker's own search, or `None` if there
+/// is none.
 fn driver() -> Option<PathBuf> {
     // Under another `aquifer run` the driver has this name, and the library has the driver's.
     let names = [c"libaquifer-real-cuda.so", c"libcuda.so.1"];
@@ -173,8 +168,8 @@ fn library() -> Result<PathBuf, CommandError> {
     found.ok_or_else(|| CommandError::NoLibrary { name: LIBRARY, folder: beside.to_owned() })
 }
 
-/// Returns the folder with the links, which it creates. It stays: processes of an earlier program may
-/// still use it.
+/// Returns the folder with the links, which it creates. It stays: processes of an earlier program
+/// may still use it.
 fn linked_folder(library: &Path, driver: &Path) -> Result<PathBuf, CommandError> {
     let mut hasher = DefaultHasher::new();
     (library, driver).hash(&mut hasher);
