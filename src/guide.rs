@@ -93,6 +93,7 @@ pub mod comparison {}
 #[doc = include_str!("guide/features.md")]
 pub mod features {}
 
+#[cfg_attr(doc, doc = include_str!("guide/pictures/definitions.txt"))]
 #[doc = include_str!("guide/any_program.md")]
 pub mod any_program {}
 

@@ -8,7 +8,7 @@ use aquifer_core::Charge;
 use std::{
     collections::HashMap,
     hash::{BuildHasherDefault, Hasher},
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{Mutex, MutexGuard},
 };
 
 /// Which memory of the device lies behind a block.
@@ -23,7 +23,7 @@ pub(crate) enum Memory {
     /// Bytes of its own, as long as they are charged.
     Own(#[expect(dead_code, reason = "charged until it is dropped")] Charge),
     /// Memory of this pool of the driver.
-    Pool(Arc<DriverPool>),
+    Pool(&'static DriverPool),
     /// Memory that comes when it is touched, and counts as the driver's own.
     Managed,
     /// A block of this library's pool.

@@ -6,7 +6,7 @@ use crate::{
     blocks::Memory,
     guest::{self, lock},
     log::{Log, Subject},
-    nvml::Own,
+    nvml::{self, Own},
     pools::{Pools, Trimmer, make_room},
     real::Real,
     settings::Settings,
@@ -314,9 +314,17 @@ fn join(
     unsafe { (real.cuDeviceTotalMem_v2)(&raw mut capacity, device as i32) };
     // Reserved: what others of these programs borrow, they cannot give back.
     let share = Share::new().guarantee(guarantee).limit(most).reserve();
-    let joined = Ledger::open(folder, &memory.to_string(), capacity as u64)
+    let capacity = capacity as u64;
+    // What no process has claimed but is in use: the contexts of all, and programs beside these.
+    let address = address.map(str::to_owned);
+    let in_use = move || Some(capacity.saturating_sub(nvml::free(address.as_deref()?)?));
+    let joined = Ledger::open(folder, &memory.to_string(), capacity)
         .and_then(|ledger| share.join(ledger))
-        .and_then(|member| member.budget("the device of all processes", || None));
+        .and_then(|member| {
+            // The first request comes before the thread's first measurement.
+            member.measure(&in_use);
+            member.budget("the device of all processes", in_use)
+        });
     joined.inspect_err(|error| guest::report(&format!("memory is not shared: {error}"))).ok()
 }
 

@@ -1,5 +1,5 @@
 //! The driver's own memory on a device: contexts, modules, libraries. It is what NVML counts for
-//! this process beyond what was allocated.
+//! this process beyond what was allocated. And what all processes use of a device.
 
 use nvml_wrapper::{Nvml, enums::device::UsedGpuMemory};
 use std::{process, sync::OnceLock};
@@ -16,6 +16,11 @@ pub(crate) struct Own {
 fn nvml() -> Option<&'static Nvml> {
     static NVML: OnceLock<Option<Nvml>> = OnceLock::new();
     NVML.get_or_init(|| Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init().ok()).as_ref()
+}
+
+/// Returns the bytes of a device that nothing uses, if NVML tells them.
+pub(crate) fn free(address: &str) -> Option<u64> {
+    Some(nvml()?.device_by_pci_bus_id(address).ok()?.memory_info().ok()?.free)
 }
 
 /// Returns the bytes that this process has on a device.

@@ -16,8 +16,8 @@ use aquifer_core::{
 };
 use std::{
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, RwLock,
-        atomic::{AtomicU32, Ordering},
+        Mutex, MutexGuard, PoisonError, RwLock,
+        atomic::{AtomicU32, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -29,64 +29,33 @@ const PATIENCE: Duration = Duration::from_millis(250);
 /// `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`.
 const RESERVED: u32 = 5;
 
-/// A pool of the driver.
+/// A pool of the driver. It is never destroyed: calls that use it need not count.
 pub(crate) struct DriverPool {
     handle: usize,
     pub(crate) place: MemoryLocation,
-    /// Calls of this library that use it. The program's call that destroys it waits for them.
+    /// Calls of this library that use the driver's pool. The program's call that destroys it waits
+    /// for them.
     users: AtomicU32,
+    /// Bytes of blocks, and of requests whose calls have not returned.
+    claimed: AtomicU64,
+    /// The bytes of `usage.charge`.
+    charged: AtomicU64,
     usage: Mutex<Usage>,
 }
 
 #[derive(Default)]
 struct Usage {
-    live: u64,
-    /// Bytes of requests whose calls have not returned.
-    asked: u64,
-    /// How many requests have ended.
+    /// Requests that may make the pool grow and whose calls have not returned.
+    growing: u32,
+    /// How many of them have ended.
     settled: u64,
-    /// What is reserved, and what requests whose calls have not returned may add to it.
+    /// What is reserved, and what such requests may add to it.
     charge: Option<Charge>,
-}
-
-impl Usage {
-    fn charged(&self) -> u64 {
-        self.charge.as_ref().map_or(0, Charge::bytes)
-    }
-
-    /// Merges another charge of the same budget.
-    fn add(&mut self, more: Charge) {
-        match &mut self.charge {
-            // Both are of the budget of one memory.
-            Some(charge) => _ = charge.merge(more),
-            None => self.charge = Some(more),
-        }
-    }
-
-    /// Charges what is reserved, as it was read after `settled` requests had ended. Requests that
-    /// have ended since, or whose calls have not returned, may have made it grow. Returns whether
-    /// it fits, and what is to be dropped without the lock.
-    fn match_reserved(
-        &mut self,
-        budget: &Budget,
-        reserved: u64,
-        settled: u64,
-    ) -> (bool, Option<Charge>) {
-        let charged = self.charged();
-        if reserved > charged {
-            let more = budget.charge(reserved - charged).ok();
-            let fits = more.is_some();
-            more.into_iter().for_each(|more| self.add(more));
-            return (fits, None);
-        }
-        let charge = self.charge.as_mut().filter(|_| self.asked == 0 && self.settled == settled);
-        (true, charge.and_then(|charge| charge.split(charged - reserved)))
-    }
 }
 
 /// A request to a pool whose call has not returned.
 pub(crate) struct AskedOfPool {
-    pub(crate) pool: Arc<DriverPool>,
+    pub(crate) pool: &'static DriverPool,
     bytes: u64,
     may_grow: bool,
 }
@@ -103,99 +72,151 @@ impl DriverPool {
         (code == SUCCESS).then_some(bytes)
     }
 
-    /// Charges the growth that a request may cause. Returns `Err` if it does not fit.
-    pub(crate) fn ask(self: Arc<Self>, budget: &Budget, bytes: u64) -> Result<AskedOfPool, ()> {
+    /// Merges another charge of the same budget.
+    fn add(&self, usage: &mut Usage, more: Charge) {
+        match &mut usage.charge {
+            // Both are of the budget of one memory.
+            Some(charge) => _ = charge.merge(more),
+            None => usage.charge = Some(more),
+        }
+        self.publish(usage);
+    }
+
+    fn publish(&self, usage: &Usage) {
+        let charged = usage.charge.as_ref().map_or(0, Charge::bytes);
+        self.charged.store(charged, Ordering::Relaxed);
+    }
+
+    /// Charges the growth that a request may cause. Returns `Err` if it does not fit. Without a
+    /// limit a request that fits into what is charged takes no lock.
+    pub(crate) fn ask(
+        &'static self,
+        budget: &Budget,
+        is_limited: bool,
+        bytes: u64,
+    ) -> Result<AskedOfPool, ()> {
+        let asked = |may_grow| AskedOfPool { pool: self, bytes, may_grow };
+        let claimed = self.claimed.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        if !is_limited && claimed <= self.charged.load(Ordering::Relaxed) {
+            return Ok(asked(false));
+        }
         let mut is_last = false;
         loop {
             let mut usage = self.usage();
-            let wanted = usage.live.saturating_add(usage.asked).saturating_add(bytes);
-            let missing = wanted.saturating_sub(usage.charged());
-            let growth = missing.checked_next_multiple_of(GROWTH).ok_or(())?;
-            if growth > 0 {
-                let Ok(more) = budget.charge(growth) else {
-                    drop(usage);
-                    if is_last {
-                        return Err(());
-                    }
-                    // This may take from what the pool has cached.
-                    make_room(budget, growth);
-                    is_last = true;
-                    continue;
-                };
-                usage.add(more);
+            let claimed = self.claimed.load(Ordering::Relaxed);
+            let missing = claimed.saturating_sub(self.charged.load(Ordering::Relaxed));
+            let growth = missing.checked_next_multiple_of(GROWTH);
+            let more = growth.map(|growth| budget.charge(growth));
+            if let Some(Ok(more)) = more {
+                self.add(&mut usage, more);
+                usage.growing += 1;
+                return Ok(asked(true));
             }
-            usage.asked += bytes;
             drop(usage);
-            return Ok(AskedOfPool { pool: self, bytes, may_grow: growth > 0 });
+            let Some(growth) = growth.filter(|_| !is_last) else {
+                self.free(bytes);
+                return Err(());
+            };
+            // This may take from what the pool has cached.
+            make_room(budget, growth);
+            is_last = true;
         }
     }
 
+    /// Ends a block, or a request that got none.
     pub(crate) fn free(&self, bytes: u64) {
-        let mut usage = self.usage();
-        usage.live = usage.live.saturating_sub(bytes);
+        self.claimed.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Charges what is reserved, as it was read after `settled` requests had ended. Requests that
+    /// have ended since, or whose calls have not returned, may have made it grow. Returns whether
+    /// it fits, and what is to be dropped without the lock.
+    fn match_reserved(
+        &self,
+        usage: &mut Usage,
+        budget: &Budget,
+        reserved: u64,
+        settled: u64,
+    ) -> (bool, Option<Charge>) {
+        let charged = self.charged.load(Ordering::Relaxed);
+        if reserved > charged {
+            let more = budget.charge(reserved - charged).ok();
+            let fits = more.is_some();
+            more.into_iter().for_each(|more| self.add(usage, more));
+            return (fits, None);
+        }
+        let is_still = usage.growing == 0 && usage.settled == settled;
+        let charge = usage.charge.as_mut().filter(|_| is_still);
+        let excess = charge.and_then(|charge| charge.split(charged - reserved));
+        self.publish(usage);
+        (true, excess)
     }
 
     /// Reads what is reserved, and charges that.
     fn refresh(&self, real: &Real, budget: &Budget) {
         let settled = self.usage().settled;
         let Some(reserved) = self.reserved(real) else { return };
-        let (_fits, excess) = self.usage().match_reserved(budget, reserved, settled);
+        let (_fits, excess) = self.match_reserved(&mut self.usage(), budget, reserved, settled);
         drop(excess);
     }
 }
 
 impl AskedOfPool {
-    /// Ends a request. Charges what the pool has reserved, if it may have grown or is limited.
-    /// Returns the pool if that fits.
+    /// Ends a request. Charges what the pool has reserved, if it may have grown. Returns the pool
+    /// if that fits.
     pub(crate) fn settle(
         self,
         real: &Real,
         budget: &Budget,
-        is_limited: bool,
         succeeded: bool,
-    ) -> Option<Arc<DriverPool>> {
+    ) -> Option<&'static DriverPool> {
         let Self { pool, bytes, may_grow } = self;
-        let now = if may_grow || is_limited {
+        let mut fits = true;
+        if may_grow {
             let settled = pool.usage().settled;
-            pool.reserved(real).map(|reserved| (reserved, settled))
-        } else {
-            None
-        };
-        let mut usage = pool.usage();
-        usage.asked = usage.asked.saturating_sub(bytes);
-        let (fits, excess) = match now {
-            Some((reserved, settled)) => usage.match_reserved(budget, reserved, settled),
-            None => (true, None),
-        };
-        usage.settled += 1;
-        if succeeded && fits {
-            usage.live += bytes;
+            let reserved = pool.reserved(real);
+            let mut usage = pool.usage();
+            usage.growing -= 1;
+            let mut excess = None;
+            if let Some(reserved) = reserved {
+                (fits, excess) = pool.match_reserved(&mut usage, budget, reserved, settled);
+            }
+            usage.settled += 1;
+            drop(usage);
+            drop(excess);
         }
-        drop(usage);
-        drop(excess);
+        if !(succeeded && fits) {
+            pool.free(bytes);
+        }
         fits.then_some(pool)
     }
 }
 
 /// The driver's pools that the program uses.
 #[derive(Default)]
-pub(crate) struct Pools(RwLock<Vec<Arc<DriverPool>>>);
+pub(crate) struct Pools(RwLock<Vec<&'static DriverPool>>);
 
 impl Pools {
-    pub(crate) fn find(&self, pool: usize) -> Option<Arc<DriverPool>> {
+    pub(crate) fn find(&self, pool: usize) -> Option<&'static DriverPool> {
         let pools = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        pools.iter().find(|known| known.handle == pool).cloned()
+        pools.iter().find(|known| known.handle == pool).copied()
     }
 
     /// Adds a pool, unless another thread has.
-    pub(crate) fn add(&self, pool: usize, place: MemoryLocation) -> Arc<DriverPool> {
+    pub(crate) fn add(&self, pool: usize, place: MemoryLocation) -> &'static DriverPool {
         let mut pools = self.0.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = pools.iter().find(|known| known.handle == pool) {
-            return known.clone();
+            return known;
         }
-        let (users, usage) = (AtomicU32::new(0), Mutex::default());
-        let added = Arc::new(DriverPool { handle: pool, place, users, usage });
-        pools.push(added.clone());
+        let added = Box::leak(Box::new(DriverPool {
+            handle: pool,
+            place,
+            users: AtomicU32::new(0),
+            claimed: AtomicU64::new(0),
+            charged: AtomicU64::new(0),
+            usage: Mutex::default(),
+        }));
+        pools.push(added);
         added
     }
 
@@ -210,19 +231,24 @@ impl Pools {
         while removed.users.load(Ordering::Acquire) > 0 {
             std::thread::yield_now();
         }
-        let charge = removed.usage().charge.take();
+        let charge = {
+            let mut usage = removed.usage();
+            let charge = usage.charge.take();
+            removed.publish(&usage);
+            charge
+        };
         drop(charge);
     }
 
     /// Calls `work` for each pool of a memory, none of which is destroyed meanwhile.
     fn each(&self, place: MemoryLocation, work: impl Fn(&DriverPool)) {
-        let used: Vec<Arc<DriverPool>> = {
+        let used: Vec<&DriverPool> = {
             let pools = self.0.read().unwrap_or_else(PoisonError::into_inner);
             let of = pools.iter().filter(|known| known.place == place);
-            of.inspect(|known| _ = known.users.fetch_add(1, Ordering::Acquire)).cloned().collect()
+            of.inspect(|known| _ = known.users.fetch_add(1, Ordering::Acquire)).copied().collect()
         };
         for pool in used {
-            work(&pool);
+            work(pool);
             pool.users.fetch_sub(1, Ordering::Release);
         }
     }
@@ -232,8 +258,8 @@ impl Pools {
         let pools = self.0.read().unwrap_or_else(PoisonError::into_inner);
         let of = pools.iter().filter(|known| known.place == place);
         of.map(|known| {
-            let usage = known.usage();
-            usage.charged().saturating_sub(usage.live + usage.asked)
+            let charged = known.charged.load(Ordering::Relaxed);
+            charged.saturating_sub(known.claimed.load(Ordering::Relaxed))
         })
         .sum()
     }

@@ -11,7 +11,7 @@ use crate::{
     guest::{self, NoSignals, lock},
     holder::{Holder, PAGE},
     log::{Log, Subject},
-    pools::{AskedOfPool, Pools},
+    pools::{AskedOfPool, DriverPool, Pools},
     real::{Code, NOT_INITIALIZED, OUT_OF_MEMORY, Opaque, Real, SUCCESS, real},
     settings::Settings,
     virtual_memory::{Physical, VirtualMemory},
@@ -24,10 +24,10 @@ use aquifer_core::{
 use nix::libc;
 use std::{
     ffi::c_int,
-    ptr::null_mut,
+    ptr::{self, null_mut},
     sync::{
         Arc, Mutex, MutexGuard, OnceLock,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering},
     },
     thread,
     time::Duration,
@@ -105,8 +105,8 @@ pub(crate) struct Session {
     handles: AtomicU64,
     /// The primary context of each device, if the program has retained one.
     primary: [AtomicU64; DEVICES],
-    /// The pool that each device's allocations come from, or 0 if it is to be asked for.
-    current_pools: [AtomicUsize; DEVICES],
+    /// The pool that each device's allocations come from, or null if it is to be asked for.
+    current_pools: [AtomicPtr<DriverPool>; DEVICES],
 }
 
 /// A request whose call has not returned.
@@ -213,7 +213,7 @@ impl Session {
             virtual_memory: Mutex::default(),
             handles: AtomicU64::new(HANDLES),
             primary: std::array::from_fn(|_| AtomicU64::new(0)),
-            current_pools: std::array::from_fn(|_| AtomicUsize::new(0)),
+            current_pools: std::array::from_fn(|_| AtomicPtr::default()),
         })
     }
 
@@ -313,19 +313,15 @@ impl Session {
             return None;
         }
         let device = self.current_device()?;
-        let pool = pool.map_or_else(|| self.pool_of(device), |pool| Some(pool as usize))?;
-        let pool = match self.pools.find(pool) {
-            Some(pool) => pool,
-            None if self.default_pool(device) == Some(pool) => {
-                self.pools.add(pool, MemoryLocation::Device(DeviceId(device)))
-            }
-            None => return None,
-        };
+        let pool = match pool {
+            Some(pool) => self.known_pool(device, pool as usize),
+            None => self.pool_of(device),
+        }?;
         let place = pool.place;
         let (tag, kind) = (self.tag(By::Async), BlockKind::Cached);
         let what = Subject { place, kind, stream: self.number_of(stream), bytes, tag };
         let holder = self.holder(place)?;
-        Some(match pool.ask(&holder.budget, bytes) {
+        Some(match pool.ask(&holder.budget, holder.is_limited(), bytes) {
             Ok(asked) => Ok(Begun { what, context: 0, ahead: Ahead::Pool(asked) }),
             Err(()) => Err(self.refuse(holder, what)),
         })
@@ -348,30 +344,37 @@ impl Session {
     }
 
     /// Returns the pool that a device's allocations come from.
-    fn pool_of(&self, device: u32) -> Option<usize> {
+    fn pool_of(&self, device: u32) -> Option<&'static DriverPool> {
         let known = self.current_pools.get(device as usize)?;
-        let pool = known.load(Ordering::Relaxed);
-        if pool != 0 {
+        // SAFETY: 1. Null, or a pool that is never destroyed.
+        if let Some(pool) = unsafe { known.load(Ordering::Acquire).as_ref() } {
             return Some(pool);
         }
         let mut pool: Opaque = null_mut();
         // SAFETY: 1. A local.
         let code = unsafe { (self.real.cuDeviceGetMemPool)(&raw mut pool, device as c_int) };
-        let pool = (code == SUCCESS).then_some(pool as usize)?;
-        known.store(pool, Ordering::Relaxed);
+        let pool = (code == SUCCESS).then(|| self.known_pool(device, pool as usize)).flatten()?;
+        known.store(ptr::from_ref(pool).cast_mut(), Ordering::Release);
         Some(pool)
+    }
+
+    /// Returns a pool that the program has created, or the device's own.
+    fn known_pool(&self, device: u32, pool: usize) -> Option<&'static DriverPool> {
+        let is_default = || self.default_pool(device) == Some(pool);
+        let add = || self.pools.add(pool, MemoryLocation::Device(DeviceId(device)));
+        self.pools.find(pool).or_else(|| is_default().then(add))
     }
 
     /// Forgets a device's pool, which the program has changed.
     pub(crate) fn forget_pool(&self, device: c_int) {
         if let Some(known) = self.current_pools.get(device as usize) {
-            known.store(0, Ordering::Relaxed);
+            known.store(null_mut(), Ordering::Release);
         }
     }
 
     /// Forgets the pools of all devices.
     pub(crate) fn forget_pools(&self) {
-        self.current_pools.iter().for_each(|known| known.store(0, Ordering::Relaxed));
+        self.current_pools.iter().for_each(|known| known.store(null_mut(), Ordering::Release));
     }
 
     fn default_pool(&self, device: u32) -> Option<usize> {
@@ -430,9 +433,9 @@ impl Session {
             Ahead::Charge(charge) | Ahead::Measured(charge, _) => Some(Memory::Own(charge)),
             Ahead::Pages(ahead) if code == SUCCESS => holder.add_pages(address, what.bytes, ahead),
             Ahead::Nothing | Ahead::Pages(_) => Some(Memory::Managed),
-            Ahead::Pool(asked) => asked
-                .settle(self.real, &holder.budget, holder.is_limited(), code == SUCCESS)
-                .map(Memory::Pool),
+            Ahead::Pool(asked) => {
+                asked.settle(self.real, &holder.budget, code == SUCCESS).map(Memory::Pool)
+            }
         };
         match memory {
             _ if code == OUT_OF_MEMORY => self.note_failure(what),

@@ -281,9 +281,9 @@ pub(crate) struct Report {
     /// Write a page for the browser: one HTML file
     #[arg(short, long, value_name = "PAGE.html")]
     pub(crate) output: Option<PathBuf>,
-    /// Largest size of the page; above it the smallest blocks are merged
-    #[arg(long, value_name = "BYTES", default_value = "32MB")]
-    pub(crate) max_page: Size,
+    /// Largest size of the page; above it the smallest blocks are merged [default: 32MB]
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) max_page: Option<Size>,
     /// Print text: at most 60 lines of 80 columns
     #[arg(long, conflicts_with = "json")]
     pub(crate) text: bool,
@@ -301,15 +301,17 @@ pub(crate) struct Report {
 
 impl Report {
     /// The arguments that write a page of a trace.
-    pub(crate) fn page(trace: PathBuf, page: PathBuf) -> Result<Self, clap::Error> {
-        #[derive(Parser)]
-        struct Only {
-            #[command(flatten)]
-            report: Report,
+    pub(crate) fn page(trace: PathBuf, page: PathBuf) -> Self {
+        Self {
+            trace,
+            other: None,
+            output: Some(page),
+            max_page: None,
+            text: false,
+            json: false,
+            fail_over: None,
+            device_index: None,
         }
-        let words =
-            [OsString::from("report"), "--output".into(), page.into(), "--".into(), trace.into()];
-        Only::try_parse_from(words).map(|only| only.report)
     }
 }
 

@@ -106,6 +106,8 @@ pub(crate) enum CommandError {
         /// Its value.
         value: String,
     },
+    /// `--share` and an environment that turns ledgers off.
+    NoLedger,
     /// Signals cannot be passed on to the program.
     Signals(io::Error),
     /// The terminal returned an error.
@@ -193,6 +195,9 @@ impl fmt::Display for CommandError {
             ),
             Self::Variable { name, value } => {
                 write!(f, "{name} is {value:?}, which is no amount of memory, such as 10g")
+            }
+            Self::NoLedger => {
+                f.write_str("--share needs a ledger, which AQUIFER_LEDGER=off turns off")
             }
             Self::Signals(e) => write!(f, "the program cannot be waited for: {e}"),
             Self::Terminal(e) => write!(f, "the terminal cannot be used: {e}"),

@@ -42,6 +42,9 @@ use std::{
     },
 };
 
+/// The largest page, unless another size is asked for.
+const MOST_PAGE: u64 = 32_000_000;
+
 /// The result of the command.
 #[derive(Debug)]
 pub(crate) struct ReportResult {
@@ -88,7 +91,7 @@ pub(crate) fn run(args: &cli::Report) -> Result<ReportResult, CommandError> {
     progress.phase("writing:");
     progress.at(0, 1);
     if let Some(path) = &args.output {
-        let page = ReportPage::of(&runs, args.max_page.0)?;
+        let page = ReportPage::of(&runs, args.max_page.map_or(MOST_PAGE, |most| most.0))?;
         let bytes = save(path, |out| page.write_to(out))?;
         let merged = match page.merged {
             0 => String::new(),

@@ -29,6 +29,7 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{self, Child, Command, ExitStatus},
+    time::SystemTime,
 };
 
 /// The library's file.
@@ -73,9 +74,9 @@ fn prepare(args: &cli::Run, driver: &Path, command: &mut Command) -> Result<(), 
     };
     command.env("LD_PRELOAD", joined("LD_PRELOAD", &folder.join(DRIVER[0])));
     command.env("LD_LIBRARY_PATH", joined("LD_LIBRARY_PATH", &folder));
-    let mut set = |name, value: Option<OsString>| match value {
-        Some(value) => _ = command.env(name, value),
-        None => _ = command.env_remove(name),
+    // What is not asked for here stays as an outer `aquifer run` has set it.
+    let mut set = |name, value: Option<OsString>| {
+        value.into_iter().for_each(|value| _ = command.env(name, value));
     };
     let flag = |is_set: bool| is_set.then(|| OsString::from("1"));
     let trace = trace(args)?;
@@ -95,10 +96,16 @@ fn prepare(args: &cli::Run, driver: &Path, command: &mut Command) -> Result<(), 
     set("AQUIFER_RUN_SERVE", flag(args.serve));
     let guarantee = args.guarantee.map_or(0, |guarantee| guarantee.0);
     set("AQUIFER_RUN_SHARE", args.share.as_ref().map(|_| guarantee.to_string().into()));
-    if let Some(Some(folder)) = &args.share {
-        let absolute = std::path::absolute(folder);
-        let absolute = absolute.map_err(|error| CommandError::Output(folder.clone(), error))?;
-        command.env(ledger::VARIABLE, absolute);
+    match &args.share {
+        Some(Some(folder)) => {
+            let absolute = std::path::absolute(folder);
+            let absolute = absolute.map_err(|error| CommandError::Output(folder.clone(), error))?;
+            command.env(ledger::VARIABLE, absolute);
+        }
+        Some(None) if matches!(ledger::folder_of_environment(), Ok(None)) => {
+            return Err(CommandError::NoLedger);
+        }
+        _ => {}
     }
     Ok(())
 }
@@ -221,32 +228,47 @@ fn wait(
     unsafe {
         command.pre_exec(move || Ok(sigprocmask(SigmaskHow::SIG_SETMASK, Some(&before), None)?));
     }
+    let begun = SystemTime::now();
     let mut child = match command.spawn() {
         Ok(child) => child,
         Err(error) => return Ok(not_started(program, &error)),
     };
     let status = end_of(&mut child, &waited, &forwarded)?;
-    write_page(args, page)?;
+    write_pages(args, page, begun)?;
     end_as(status)
 }
 
-/// Writes the page of the trace. Traces that nobody has asked for are removed.
-fn write_page(args: &cli::Run, page: &Path) -> Result<(), CommandError> {
-    let Some(trace) = trace(args)?.filter(|trace| trace.exists()) else {
+/// Writes the page of each trace that has come since `begun`: the first process's by the name that
+/// was asked for, and others' with what their traces have in the name as well. Traces that nobody
+/// has asked for are removed.
+fn write_pages(args: &cli::Run, page: &Path, begun: SystemTime) -> Result<(), CommandError> {
+    let Some(first) = trace(args)?.filter(|trace| trace.exists()) else {
         super::report_error("the program took no memory of a GPU, so there is no page");
         return Ok(());
     };
-    let arguments = cli::Report::page(trace.clone(), page.to_owned());
-    let written = arguments.map_err(|error| CommandError::Signals(io::Error::other(error)));
-    if let Err(error) = written.and_then(|arguments| report::run(&arguments)) {
-        super::report_error(&error.to_string());
-    }
-    if args.record.is_none() {
-        // Further processes of the program have written others, with the same beginning.
-        let stem = format!("run-{}.", process::id());
-        let files = fs::read_dir(folder::default_folder()).into_iter().flatten().flatten();
-        for file in files.filter(|file| file.file_name().as_bytes().starts_with(stem.as_bytes())) {
-            let _removed = fs::remove_file(file.path());
+    let stem = |path: &Path| path.file_stem().unwrap_or_default().as_bytes().to_owned();
+    let beginning = [&stem(&first), &b"."[..]].concat();
+    let folder = first.parent().unwrap_or(Path::new("/"));
+    let is_new = |path: &Path| {
+        let modified = fs::metadata(path).and_then(|found| found.modified());
+        path.extension() == first.extension() && modified.is_ok_and(|at| at >= begun)
+    };
+    let found = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    for trace in found.filter(|path| is_new(path)) {
+        let stem = stem(&trace);
+        let page = match stem.strip_prefix(&beginning[..]) {
+            _ if trace == first => page.to_owned(),
+            Some(process) => {
+                let process = OsStr::from_bytes(process).to_string_lossy().into_owned();
+                page.with_extension(process + ".html")
+            }
+            None => continue,
+        };
+        if let Err(error) = report::run(&cli::Report::page(trace.clone(), page)) {
+            super::report_error(&error.to_string());
+        }
+        if args.record.is_none() {
+            let _removed = fs::remove_file(trace);
         }
     }
     Ok(())

@@ -110,12 +110,15 @@ impl Place {
 
     /// Starts a program, and waits until it does.
     fn start(&self, flags: &str, words: &str) -> Started {
-        let mut command = self.native(&format!("aquifer run {flags} -- {words}"));
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap());
-        let mut started = Started(child, lines);
+        let mut started = Self::begin(self.native(&format!("aquifer run {flags} -- {words}")));
         while words.contains("wait") && started.line() != "waits" {}
         started
+    }
+
+    fn begin(mut command: Command) -> Started {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Started(child, lines)
     }
 
     /// Returns the fields of each line of a trace.
@@ -309,8 +312,12 @@ fn a_forked_child_is_passed_on_and_what_is_executed_has_a_trace_of_its_own() {
     let mut started = place.start("--record t.csv", "linked exec 1");
     assert_eq!(started.0.wait().unwrap().code(), Some(4));
     check(format!("t.{}.2.csv", started.0.id()));
-    // A page leaves none of the traces that nobody has asked for.
-    place.prints("--report p.html", "linked fork");
+    // Each trace has a page, and none is left of those that nobody has asked for.
+    let printed = place.prints("--report p.html", "linked fork");
+    let process = printed.trim_end().rsplit_once(' ').unwrap().1;
+    for page in ["p.html".to_owned(), format!("p.{process}.html")] {
+        assert!(fs::read_to_string(place.folder.path(&page)).unwrap().contains("Memory report"));
+    }
     let left = fs::read_dir(place.folder.path("aquifer")).unwrap();
     assert!(left.map(|left| left.unwrap().path()).all(|left| left.is_dir()));
 }
@@ -376,10 +383,17 @@ fn what_else_is_preloaded_stays_and_aquifer_run_runs_under_itself() {
     let maps = text(&place.native(&words).output().unwrap().stdout);
     assert!(maps.contains("libnvidia-ml.so.1\n") && maps.contains("aquifer_interposer.so\n"));
     for flags in ["--record t.csv", "--record t.csv --report p.html", "--limit 1GiB"] {
-        let output = place.run("--limit 1GiB", &format!("aquifer run {flags} -- linked one"));
+        let outer = "--limit 1GiB --record t.csv";
+        let output = place.run(outer, &format!("aquifer run {flags} -- linked one"));
         assert_eq!((output.status.code(), text(&output.stderr)), (Some(4), String::new()));
         assert_eq!(place.events("t.csv"), ["a 7340032 0 cached 0 cuMemAlloc"]);
     }
+    // What the inner one does not say stays.
+    let [inner, outer] = [("", "303MiB"), ("--limit 303MiB", "200MiB")].map(|(inner, outer)| {
+        place
+            .prints(&format!("--limit {outer}"), &format!("aquifer run {inner} -- linked limits 1"))
+    });
+    assert!(inner == outer && inner.starts_with("free 203 total 303\n"), "{inner} {outer}");
     assert!(json(&place.run("", "aquifer doctor --json"))["warnings"].is_array());
 }
 
@@ -416,6 +430,9 @@ fn programs_that_share_divide_a_device_and_a_killed_one_leaves_its_part() {
     drop(asking);
     assert_eq!(limited.ask(), "got 400");
     assert_eq!(place.start("--share", "linked ask").ask(), "got 1020");
+    // The driver has 100 MiB in this program, and others use 200.
+    let beside = place.native("env OUTSIDE=200 aquifer run --share -- linked ask");
+    assert_eq!(Place::begin(beside).ask(), "got 720");
 }
 
 #[test]
@@ -430,8 +447,12 @@ fn what_makes_no_sense_is_told_in_one_line_and_what_cannot_be_started_with_the_s
         check_said(&place.run(flags, "no-such-program"), 127, "no-such-program: No such file");
         check_said(&place.run(flags, "./text"), 126, "Permission denied");
     }
-    for (words, said) in [("", "PROGRAM"), ("-- linked one", "MEMORY_LIMIT is \"much\"")] {
-        let words = format!("env CUDA_DEVICE_MEMORY_LIMIT=much aquifer run {words}");
+    for (variable, words, said) in [
+        ("CUDA_DEVICE_MEMORY_LIMIT=much", "", "PROGRAM"),
+        ("CUDA_DEVICE_MEMORY_LIMIT=much", "-- linked one", "MEMORY_LIMIT is \"much\""),
+        ("AQUIFER_LEDGER=off", "--share -- linked one", "AQUIFER_LEDGER=off"),
+    ] {
+        let words = format!("env {variable} aquifer run {words}");
         check_said(&place.native(&words).output().unwrap(), 2, said);
     }
     let native = place.native("linked all").output().unwrap();
