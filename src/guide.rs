@@ -81,6 +81,9 @@ pub mod from_pytorch {}
 #[doc = include_str!("guide/c_and_python.md")]
 pub mod c_and_python {}
 
+#[doc = include_str!("guide/frameworks.md")]
+pub mod frameworks {}
+
 #[doc = include_str!("guide/torchrun.md")]
 pub mod torchrun {}
 

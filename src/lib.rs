@@ -5,6 +5,7 @@
 //! [any program]: guide::any_program
 //! [choosing]: guide::choosing
 //! [figures]: guide::figures
+//! [frameworks]: guide::frameworks
 //! [guide]: mod@guide
 //! [inside]: guide::inside
 //! [planning]: guide::planning

@@ -156,6 +156,7 @@ def setup(
             raise ValueError(f"slack={slack!r}: per cent of the peak of live bytes, from 1 to {SLACK[-1]}")
         options.slack = slack
     library.aq_torch_setup(ctypes.byref(options))
+    library.streams_retired = streams_retired
     if isinstance(limit, float):
         for device in range(library.devices()):
             library.set_limit(device, int(library.facts(device).memory * limit))

@@ -13,6 +13,7 @@ import argparse
 import os
 import runpy
 import sys
+from typing import Any
 
 from . import launch
 from .library import SLACK, Library
@@ -34,26 +35,26 @@ def slack(text: str) -> int:
     return asked
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m aquifer_torch", description=(__doc__ or "").splitlines()[0])
+def arguments(module: str, description: str) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Reads the command line of `python -m MODULE`. Returns it, and its settings as launch.with_children() takes them."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description.splitlines()[0])
     parser.add_argument("--limit", type=limit, help="of each device: bytes, or a part of its memory such as 0.9")
     more = "what each device may hold beyond the peak of its live bytes, in per cent of it: 17 by default; 6 packs tightly"
     parser.add_argument("--slack", type=slack, metavar="PERCENT", help=more)
     parser.add_argument("--pinned-limit", type=int, metavar="BYTES", help="of all pinned memory")
-    parser.add_argument("--no-pinned", action="store_true", help="leave pinned memory to PyTorch")
+    parser.add_argument("--no-pinned", action="store_true", help="leave pinned memory to the frameworks")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")
     parser.add_argument("program", help="a file, or with -m the name of a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
     asked = parser.parse_args()
-
     # Whether there is one: better now than at the first use of CUDA.
     Library()
-    settings = {
-        "limit": asked.limit,
-        "slack": asked.slack,
-        "pinned_limit": asked.pinned_limit,
-        "pinned": not asked.no_pinned,
-    }
+    names = ("limit", "slack", "pinned_limit")
+    return asked, {**{name: getattr(asked, name) for name in names}, "pinned": not asked.no_pinned}
+
+
+def main() -> None:
+    asked, settings = arguments("aquifer_torch", __doc__ or "")
     launch.with_children(settings)
     launch.at_first_use(settings)
     sys.argv = [asked.program, *asked.arguments]

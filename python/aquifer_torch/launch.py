@@ -24,7 +24,8 @@ def with_children(settings: dict[str, Any]) -> None:
     They find `startup/sitecustomize.py` first on PYTHONPATH, which runs another `sitecustomize` after itself. Not so in a process
     that is started with another environment, or with -I, -E or -S.
 
-    `limit`, `slack` and `pinned_limit`, as of install() and install_pinned(), and `pinned`, whether pinned memory is served.
+    `limit`, `slack`, `streams_retired` and `pinned_limit`, as of install() and install_pinned(), and `pinned`, whether pinned
+    memory is served; `plugs`, the modules that aquifer_plugs acts on once they are imported.
     """
     os.environ[VARIABLE] = json.dumps(settings)
     path = os.environ.get("PYTHONPATH")
@@ -55,7 +56,7 @@ def at_first_use(settings: dict[str, Any]) -> None:
 
         if not aquifer_torch._installed:
             # After the program's own setup() they are the program's.
-            names = ("limit", "slack") if aquifer_torch._library is None else ()
+            names = ("limit", "slack", "streams_retired") if aquifer_torch._library is None else ()
             aquifer_torch.install(**{name: settings[name] for name in names if settings.get(name) is not None})
         if pins and not aquifer_torch._pins():
             aquifer_torch.install_pinned(pinned_limit=settings.get("pinned_limit"))

@@ -141,6 +141,8 @@ _DECLARED: dict[str, tuple[Any, list[Any]]] = {
     "aq_torch_share": (_status, [_ptr, _ptr, _to(ctypes.c_size_t)]),
     "aq_torch_receive": (_status, [_int, _ptr, ctypes.c_size_t, _to(_ptr)]),
     "aq_torch_close": (_status, [_ptr]),
+    "aq_fenced_alloc": (_ptr, [ctypes.c_size_t]),
+    "aq_fenced_free": (_status, [_ptr]),
     "aq_ledger_join": (_status, [_to(LedgerOptions), _to(_u64)]),
     "aq_ledger_leave": (_status, [_u64]),
     "aq_ledger_claim": (_status, [_u64, _u64, _u64]),
@@ -191,6 +193,9 @@ class Library:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
+    # Whether the process's runtime relies on retire() before a stream is destroyed: see aquifer_torch.setup().
+    streams_retired = True
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = find(path)

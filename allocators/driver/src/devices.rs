@@ -146,6 +146,12 @@ pub unsafe trait Devices: Debug + Send + Sync {
     /// reported yet is not known.
     fn is_lost(&self, device: DeviceId) -> bool;
 
+    /// Returns the device whose primary context is current on the calling thread
+    /// (`cuCtxGetCurrent`), if this driver has retained that context.
+    fn current_device(&self) -> Option<DeviceId> {
+        None
+    }
+
     /// Waits until all work queued on the device is done (`cuCtxSynchronize`). Blocks.
     ///
     /// # Errors

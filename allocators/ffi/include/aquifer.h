@@ -644,6 +644,21 @@ aq_status aq_torch_tag(const char *tag, uint64_t *held, int *paused);
 void *aq_cupy_alloc(void *stream, size_t size, int device);
 void aq_cupy_free(void *stream, void *memory, int device);
 
+/* ---- ONNX Runtime, and other callers without streams ---------------------------------------- */
+
+/* The functions for the options gpu_external_alloc and gpu_external_free of ONNX Runtime's CUDA
+ * provider, over the same runtime; aq_torch_reset is its gpu_external_empty_cache. Between the two
+ * calls work on any stream may use the block.
+ * Allocates on the device whose primary context is current on the calling thread, or on the first
+ * one. Blocks until work of other streams that used the memory is complete: in most cases there is
+ * none. Returns null for 0 bytes and if there is no memory: aq_last_error() returns the text. */
+void *aq_fenced_alloc(size_t size);
+
+/* Waits for all work queued on the block's device (cuCtxSynchronize), and frees the block. Null is
+ * ignored. If it fails, the block is still live.
+ * AQ_ERROR_FOREIGN_BLOCK; driver errors, also while a graph is captured. */
+aq_status aq_fenced_free(void *memory);
+
 /* ---- Ledgers -------------------------------------------------------------------------------- */
 
 /* Bytes of one memory that processes of one user share: a device, pinned memory, or any other. Each

@@ -19,6 +19,7 @@
 //! | [`staging`] | copies of pageable memory to and from the device |
 //! | [`sharing`] | blocks of PyTorch for other processes |
 //! | [`torch`] | the functions for PyTorch's pluggable allocator, and for CuPy's C function allocator |
+//! | [`fenced`] | device memory for callers that name no stream: ONNX Runtime, numba |
 //! | [`region`] | a thread's tag for memory that can be given back |
 //! | [`ledger`] | claims of memory that processes share |
 //! | [`sleep`] | memory that is given back while a process sleeps |
@@ -28,6 +29,7 @@
 pub mod device;
 pub mod entry;
 pub mod facts;
+pub mod fenced;
 pub mod graphs;
 pub mod ledger;
 pub mod pinned;

@@ -80,6 +80,8 @@ struct DeviceState {
     /// thread-local state, and to the pool as long as it has memory of theirs.
     streams: Mutex<HashMap<u64, Stream>>,
     stager: OnceLock<Stager>,
+    /// The stream that blocks of callers without streams are allocated for. No work is queued there.
+    unused: OnceLock<Stream>,
     /// Memory of regions, by tag.
     parkable: Mutex<HashMap<Tag, Parkable>>,
 }
@@ -181,6 +183,16 @@ impl SharedRuntime {
         }
         let new = self.runtime.stager(device as usize, StagerConfig::default())?;
         Ok(stager.get_or_init(|| new))
+    }
+
+    /// Returns a stream of a device that no work is queued on, leased at its first use.
+    pub(crate) fn unused_stream(&self, device: u32) -> CallResult<&Stream> {
+        let unused = &self.device(device)?.unused;
+        if let Some(stream) = unused.get() {
+            return Ok(stream);
+        }
+        let new = self.pool(device)?.stream()?;
+        Ok(unused.get_or_init(|| new))
     }
 
     /// Returns the memory of a region's tag on a device, created at its first use.

@@ -1,6 +1,6 @@
-"""Runs as a Python process starts below `python -m aquifer_torch`: see aquifer_torch/launch.py.
+"""Runs as a Python process starts below `python -m aquifer_torch` or `python -m aquifer_plugs`: see aquifer_torch/launch.py.
 
-Costs a process that never imports PyTorch a look at one variable.
+Costs a process that never imports PyTorch, or another framework, a look at one variable.
 """
 
 from __future__ import annotations
@@ -17,28 +17,36 @@ from typing import Any, Sequence
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-class _AfterPyTorch(importlib.abc.MetaPathFinder):
-    """Finds `torch` where others find it, and prepares the installation once it is imported."""
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds frameworks where others find them, and prepares the installation once one is imported."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
+        self.awaited = {"torch", *settings.get("plugs", ())}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        if name not in self.awaited:
             return None
-        sys.meta_path.remove(self)
-        found = importlib.util.find_spec(name)
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        found = next((spec for spec in others if spec is not None), None)
+        # A program may look for it without importing it, so it stays awaited.
         if found is None or found.loader is None:
             return None
         run = found.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            from aquifer_torch import launch
+            self.awaited.discard(name)
+            if name == "torch":
+                from aquifer_torch import launch
 
-            launch.at_first_use(self.settings)
+                launch.at_first_use(self.settings)
+            else:
+                import aquifer_plugs
+
+                aquifer_plugs.plug(name, self.settings)
 
         # This loader is of this spec alone.
         found.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -57,5 +65,5 @@ def _run_the_next() -> None:
 
 _settings = os.environ.get("AQUIFER_TORCH")
 if _settings is not None:
-    sys.meta_path.insert(0, _AfterPyTorch(json.loads(_settings)))
+    sys.meta_path.insert(0, _AfterImport(json.loads(_settings)))
 _run_the_next()

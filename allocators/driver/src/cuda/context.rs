@@ -55,6 +55,11 @@ impl PrimaryContext {
         self.context.get().is_some()
     }
 
+    /// Returns whether this is the context, retained.
+    pub(super) fn is(&self, context: u64) -> bool {
+        self.context.get() == Some(&context)
+    }
+
     /// Returns the context, and retains it first if needed.
     pub(super) fn retain(&self, functions: &FunctionTable) -> Result<u64> {
         if let Some(&context) = self.context.get() {
@@ -89,6 +94,14 @@ impl PrimaryContext {
     }
 }
 
+/// Returns the calling thread's current context, or 0 if it has none.
+pub(super) fn current_context(functions: &FunctionTable) -> Result<u64> {
+    let mut current: DriverPtr = std::ptr::null_mut();
+    // SAFETY: 1. `current` is writable.
+    check("cuCtxGetCurrent", unsafe { (functions.context_current)(&raw mut current) })?;
+    Ok(handle_of(current))
+}
+
 /// A guard that keeps a given context current on the thread.
 ///
 /// A thread without a context keeps the given one afterwards, since the next call usually needs the
@@ -100,10 +113,7 @@ pub(super) struct ContextGuard<'a> {
 
 impl<'a> ContextGuard<'a> {
     pub(super) fn enter(functions: &'a FunctionTable, context: u64) -> Result<Self> {
-        let mut current: DriverPtr = std::ptr::null_mut();
-        // SAFETY: 1. `current` is writable.
-        check("cuCtxGetCurrent", unsafe { (functions.context_current)(&raw mut current) })?;
-        let current = handle_of(current);
+        let current = current_context(functions)?;
         if current == context {
             return Ok(Self { functions, previous: None });
         }

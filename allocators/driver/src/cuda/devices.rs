@@ -5,7 +5,7 @@ use super::{
     CudaDriver,
     abi::{AllocationProperties, Attribute, GRANULARITY_MINIMUM},
     codes::check,
-    context::PrimaryContext,
+    context::{PrimaryContext, current_context},
 };
 use crate::{Call, DeviceId, DeviceInfo, Devices, MemoryInfo, Result};
 use std::ffi::{CStr, c_char, c_int};
@@ -174,6 +174,11 @@ unsafe impl Devices for CudaDriver {
 
     fn is_lost(&self, device: DeviceId) -> bool {
         self.primary(device).is_ok_and(PrimaryContext::is_lost)
+    }
+
+    fn current_device(&self) -> Option<DeviceId> {
+        let current = current_context(&self.functions).ok()?;
+        (0..).map(DeviceId).zip(&self.devices).find_map(|(id, at)| at.is(current).then_some(id))
     }
 
     fn device_synchronize(&self, device: DeviceId) -> Result<()> {
