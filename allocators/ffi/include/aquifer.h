@@ -313,7 +313,17 @@ aq_status aq_limit(aq_runtime runtime, uint32_t device, uint64_t *limit, uint64_
  * in `*excess`, which may be null. */
 aq_status aq_set_limit(aq_runtime runtime, uint32_t device, uint64_t limit, uint64_t *excess);
 
-/* The same for all pinned memory of the runtime. */
+/* Charges memory that the caller is about to allocate itself (by cudaMalloc, by another library) to
+ * the limit, and to the ledger of a runtime that shares its devices. If it does not fit, the pool's
+ * free memory is released first, which blocks as an allocation does.
+ * AQ_ERROR_OUT_OF_BUDGET if it does not fit then; nothing is charged. */
+aq_status aq_charge(aq_runtime runtime, uint32_t device, uint64_t bytes);
+
+/* Releases bytes that were charged, all or a part, after the caller has freed them. Never blocks.
+ * AQ_ERROR_BAD_ARGUMENT if fewer are charged. */
+aq_status aq_uncharge(aq_runtime runtime, uint32_t device, uint64_t bytes);
+
+/* The limit of all pinned memory of the runtime. */
 aq_status aq_pinned_limit(aq_runtime runtime, uint64_t *limit, uint64_t *used);
 aq_status aq_set_pinned_limit(aq_runtime runtime, uint64_t limit, uint64_t *excess);
 

@@ -300,6 +300,18 @@ pub unsafe extern "C" fn aq_set_limit(
     })
 }
 
+/// Charges memory that the caller allocates itself to a device's limit.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_charge(runtime: aq_runtime, device: u32, bytes: u64) -> aq_status {
+    enter(|| thread_state::with(runtime, |shared| shared.charge(device, bytes)))
+}
+
+/// Releases charged bytes.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_uncharge(runtime: aq_runtime, device: u32, bytes: u64) -> aq_status {
+    enter(|| thread_state::with(runtime, |shared| shared.uncharge(device, bytes)))
+}
+
 /// Returns the limit of pinned memory, and its used bytes.
 ///
 /// # Safety

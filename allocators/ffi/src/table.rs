@@ -17,7 +17,7 @@ use crate::{
 };
 use aquifer::{
     DevicePool, MemoryError, Parkable, RawStream, Runtime, Stager, StagerConfig, Stream, Tag,
-    event::RingSink, sim::Sim, stream::StreamLifetime,
+    budget::Charge, event::RingSink, sim::Sim, stream::StreamLifetime,
 };
 use std::{
     collections::HashMap,
@@ -84,6 +84,8 @@ struct DeviceState {
     unused: OnceLock<Stream>,
     /// Memory of regions, by tag.
     parkable: Mutex<HashMap<Tag, Parkable>>,
+    /// Memory that the caller allocates itself.
+    charged: Mutex<Option<Charge>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -204,6 +206,33 @@ impl SharedRuntime {
         // Of two that are created at the same time, both stand for the same memory.
         let new = self.pool(device)?.parkable(tag)?;
         Ok(lock(by_tag).entry(tag).or_insert(new).clone())
+    }
+
+    /// Charges memory that the caller allocates itself.
+    pub(crate) fn charge(&self, device: u32, bytes: u64) -> CallResult {
+        let charge = self.pool(device)?.charge(bytes).map_err(MemoryError::from)?;
+        let mut charged = lock(&self.device(device)?.charged);
+        match &mut *charged {
+            Some(all) => {
+                let merged = all.merge(charge);
+                debug_assert!(merged.is_ok(), "a pool has one budget");
+            }
+            None => *charged = Some(charge),
+        }
+        Ok(())
+    }
+
+    /// Releases a part of what was charged.
+    pub(crate) fn uncharge(&self, device: u32, bytes: u64) -> CallResult {
+        let mut charged = lock(&self.device(device)?.charged);
+        let held = charged.as_ref().map_or(0, Charge::bytes);
+        let part = charged.as_mut().and_then(|all| all.split(bytes));
+        // A release may wake waiters.
+        drop(charged);
+        part.map(drop).ok_or_else(|| {
+            let text = format!("bytes is {bytes}; it can be {held}, the charged bytes, at most");
+            Failure::new(Status::BadArgument, text)
+        })
     }
 
     /// Returns the memory of all regions on a device.

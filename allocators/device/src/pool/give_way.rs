@@ -1,7 +1,13 @@
 //! What a pool releases for others, and the requests of others to it.
 
-use crate::{DevicePool, base::waits::has_passed, pool_core::PoolCore, reclaim::Reclaimers};
+use crate::{
+    DevicePool,
+    base::waits::{deadline, has_passed},
+    pool_core::PoolCore,
+    reclaim::Reclaimers,
+};
 use aquifer_core::{
+    Charge, OutOfBudget,
     budget::{Offer, Reclaim, Room},
     event::MemoryLocation,
 };
@@ -125,5 +131,19 @@ impl DevicePool {
             }
         }
         room
+    }
+
+    /// Charges memory that the caller allocates itself to this pool's budget, until the charge is
+    /// dropped. If it does not fit, calls the reclaimers, which blocks for up to
+    /// [`PoolConfig::wait`](crate::PoolConfig::wait).
+    ///
+    /// # Errors
+    /// [`OutOfBudget`], with nothing charged.
+    pub fn charge(&self, bytes: u64) -> Result<Charge, OutOfBudget> {
+        let PoolCore { budget, config, .. } = &**self.core();
+        budget.charge(bytes).or_else(|_| {
+            budget.make_room(bytes, deadline(config.wait), None);
+            budget.charge(bytes)
+        })
     }
 }

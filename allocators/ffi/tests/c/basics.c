@@ -205,6 +205,24 @@ static void limits(aq_runtime runtime) {
     ANSWERS(AQ_ERROR_NO_DEVICE, aq_trim(runtime, 5, 0, &given));
     ANSWERS(AQ_ERROR_NO_DEVICE, aq_set_limit(runtime, 5, 0, NULL));
 
+    /* What the caller allocates itself counts, and free memory of the pool gives way to it. */
+    OK(aq_free(runtime, 0, alloc(runtime, 0, 200u << 20, stream)));
+    OK(aq_charge(runtime, 0, 40u << 20));
+    CHECK(stats_of(runtime, 0).physical >= 200u << 20);
+    OK(aq_charge(runtime, 0, 160u << 20));
+    OK(aq_limit(runtime, 0, NULL, &used));
+    CHECK(used == (200u << 20) + stats_of(runtime, 0).physical && used <= 256u << 20);
+    ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_alloc(runtime, 0, 60u << 20, stream, &address));
+    ANSWERS(AQ_ERROR_OUT_OF_BUDGET, aq_charge(runtime, 0, 60u << 20));
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_uncharge(runtime, 0, (200u << 20) + 1));
+    OK(aq_uncharge(runtime, 0, 50u << 20));
+    OK(aq_free(runtime, 0, alloc(runtime, 0, 60u << 20, stream)));
+    OK(aq_uncharge(runtime, 0, 150u << 20));
+    OK(aq_trim(runtime, 0, 0, NULL));
+    OK(aq_limit(runtime, 0, NULL, &used));
+    CHECK(used == 0);
+    ANSWERS(AQ_ERROR_NO_DEVICE, aq_charge(runtime, 5, 1));
+
     OK(aq_pinned_limit(runtime, &limit, &used));
     CHECK(limit == 256u << 20 && used == 0);
     OK(aq_set_pinned_limit(runtime, limit, &excess));
