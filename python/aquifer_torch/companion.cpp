@@ -3,7 +3,8 @@
 // torch.cuda.memory.CUDAPluggableAllocator calls an allocator by two function pointers. This subclass adds what that lacks:
 //   - A request that cannot be served raises torch.OutOfMemoryError with the library's account of the holders. Otherwise it is
 //     a null pointer, which the next kernel writes to.
-//   - Graph captures and memory pools, which PyTorch announces by a std::function.
+//   - Graph captures and memory pools, which PyTorch announces by a std::function. MemPools with an allocator of their own are
+//     served by PyTorch's native allocator, as without aquifer, and count against the limit.
 //   - Statistics, cacheInfo (for cuDNN's benchmark mode) and the memory fraction.
 //   - History, snapshots and trackers, and the states of pools that CUDA graph trees restore.
 //   - A pair of calls without the mutex and the hash map in which PyTorch stores the sizes of blocks.
@@ -18,6 +19,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/util/ApproximateClock.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
 #include <dlfcn.h>
@@ -27,10 +29,13 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <unordered_map>
 #include <unordered_set>
@@ -63,7 +68,7 @@ using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
     call(aq_torch_record_stream) call(aq_torch_base_alloc) call(aq_torch_reset) call(aq_torch_pool_begin)                \
     call(aq_torch_pool_end) call(aq_torch_pool_retain) call(aq_torch_pool_release) call(aq_torch_pool_uses)              \
     call(aq_torch_blocks) call(aq_torch_pool_blocks) call(aq_torch_pool_place) call(aq_torch_pool_use_on_oom)            \
-    call(aq_torch_share) call(aq_torch_receive) call(aq_torch_close)
+    call(aq_torch_share) call(aq_torch_receive) call(aq_torch_close) call(aq_charge) call(aq_uncharge)
 
 struct Calls {
 #define AQUIFER_MEMBER(name) decltype(&::name) name;
@@ -71,6 +76,22 @@ struct Calls {
 #undef AQUIFER_MEMBER
 };
 Calls aq;
+
+// PyTorch's native allocator, or null with another backend, and whether it was in use before. What it has is its: memory of
+// before, and MemPools with an allocator of their own.
+CUDAAllocator* native = nullptr;
+bool native_was_used = false;
+
+// Whether it is there, and CUDA is initialised.
+bool has_native() { return native != nullptr && native->initialized(); }
+
+// Calls it, where its version of PyTorch declares the function so.
+template <typename Call>
+void tell_native(const Call& call) {
+    if constexpr (std::is_invocable_v<Call, CUDAAllocator*>) {
+        if (has_native()) call(native);
+    }
+}
 
 // Texts are put together here and raised as they are: where compilers link the C++ library statically, its streams, which
 // PyTorch's macros would use, have no locale within this file.
@@ -368,6 +389,7 @@ class History {
                 segment.address = block.address;
                 segment.stream = static_cast<cudaStream_t>(block.stream);
                 segment.owner_private_pool_id = {block.first, block.second};
+                segment.is_expandable = true;
                 segments.push_back(std::move(segment));
             }
             SegmentInfo& segment = segments.back();
@@ -517,16 +539,95 @@ class Requested {
 };
 Requested requested;
 
-aq_status free_block(void* memory) {
-    if (memory == nullptr || C10_UNLIKELY(uncached().free(memory))) return AQ_OK;
+// What allocators of MemPools have given to the native one, by address.
+class Segments {
+   public:
+    // Returns null where it does not fit.
+    void* allocate(CUDAAllocator& owner, size_t bytes) {
+        const Segment segment{bytes, current_device()};
+        const aq_status status = aq.aq_charge(runtime(), static_cast<uint32_t>(segment.device), bytes);
+        if (status == AQ_ERROR_OUT_OF_BUDGET) return nullptr;
+        check(status);
+        void* memory = nullptr;
+        const auto undo = c10::make_scope_exit([&] {
+            if (memory == nullptr) uncharge(segment);
+        });
+        memory = owner.raw_alloc(bytes);
+        if (memory == nullptr) {
+            // The driver may lack what the library caches. Its error would be the next kernel's as well.
+            (void)cudaGetLastError();
+            if (aq.aq_torch_reset() == AQ_OK) memory = owner.raw_alloc(bytes);
+        }
+        if (memory == nullptr) return nullptr;
+        const std::lock_guard<std::mutex> lock(mutex);
+        segments[static_cast<const char*>(memory)] = segment;
+        count.store(segments.size());
+        return memory;
+    }
+
+    void free(CUDAAllocator& owner, void* memory) {
+        std::unique_lock<std::mutex> lock(mutex);
+        const Segment segment = segments.extract(static_cast<const char*>(memory)).mapped();
+        count.store(segments.size());
+        lock.unlock();
+        owner.raw_delete(memory);
+        uncharge(segment);
+    }
+
+    size_t number() const { return count.load(std::memory_order_relaxed); }
+
+    // Whether memory lies in one of them.
+    bool hold(const void* memory) {
+        if (C10_LIKELY(number() == 0)) return false;
+        const std::lock_guard<std::mutex> lock(mutex);
+        const auto after = segments.upper_bound(static_cast<const char*>(memory));
+        if (after == segments.begin()) return false;
+        const auto& [start, segment] = *std::prev(after);
+        return memory < start + segment.bytes;
+    }
+
+    uint64_t bytes_of(DeviceIndex device) {
+        uint64_t sum = 0;
+        const std::lock_guard<std::mutex> lock(mutex);
+        for (const auto& [start, segment] : segments) sum += segment.device == device ? segment.bytes : 0;
+        return sum;
+    }
+
+   private:
+    struct Segment {
+        size_t bytes;
+        DeviceIndex device;
+    };
+    static void uncharge(const Segment& segment) {
+        const aq_status status = aq.aq_uncharge(runtime(), static_cast<uint32_t>(segment.device), segment.bytes);
+        if (status != AQ_OK) report("a segment stays charged", status);
+    }
+    std::atomic<size_t> count{0};
+    std::mutex mutex;
+    std::map<const char*, Segment> segments;
+};
+// Never destroyed: tensors are freed until the process ends.
+Segments& segments = *new Segments;
+
+// Whether memory that is not the library's may be the native allocator's.
+bool may_be_native(const void* memory) { return native_was_used || segments.hold(memory); }
+
+void free_block(void* memory) {
+    if (memory == nullptr || C10_UNLIKELY(uncached().free(memory))) return;
+    if (C10_UNLIKELY(segments.hold(memory))) return native->raw_delete(memory);
     if (C10_UNLIKELY(frees_are_told())) tell_of_free(memory);
-    return aq.aq_torch_free(memory, 0, -1, nullptr);
+    const aq_status status = aq.aq_torch_free(memory, 0, -1, nullptr);
+    if (C10_UNLIKELY(status == AQ_ERROR_FOREIGN_BLOCK && native_was_used)) native->raw_delete(memory);
+    else check(status);
 }
 
-// Of a tensor's destructor.
+// Of a tensor's destructor, which may raise nothing.
 void drop(void* memory) {
-    const aq_status status = free_block(memory);
-    if (C10_UNLIKELY(status != AQ_OK)) report("a tensor's memory was not freed", status);
+    try {
+        free_block(memory);
+    } catch (const c10::Error& thrown) {
+        std::fprintf(stderr, "aquifer: a tensor's memory was not freed: %s\n", thrown.what_without_backtrace());
+    }
 }
 
 // Observers of out-of-memory errors. As in PyTorch, they stay until the process ends.
@@ -546,7 +647,9 @@ void tell_observers(DeviceIndex device, size_t asked) {
 
 // There is no memory: begins as PyTorch's own error does, which programs look for, and goes on with our account.
 [[noreturn]] C10_NOINLINE void refuse(aq_status status, size_t size, DeviceIndex device, cudaStream_t stream) {
-    const std::string text = aq.aq_last_error();
+    std::string text = aq.aq_last_error();
+    const uint64_t pooled = segments.bytes_of(device);
+    if (pooled > 0) text += "\nMemPools with an allocator of their own hold " + bytes_text(pooled) + ".";
     const bool absurd = size >= 1152921504606846976ULL;
     const bool memory = status == AQ_ERROR_OUT_OF_MEMORY || status == AQ_ERROR_OUT_OF_BUDGET || status == AQ_ERROR_TOO_LARGE;
     if (absurd || memory) {
@@ -571,14 +674,209 @@ C10_NOINLINE bool run_free_memory_callbacks() {
     return freed;
 }
 
+// Whether work on a stream belongs to a capture or a pool. What PyTorch's filter throws must not pass through the library.
+using Filter = std::function<bool(cudaStream_t)>;
+int belongs(void* filter, void* stream) {
+    try {
+        return (*static_cast<Filter*>(filter))(static_cast<cudaStream_t>(stream)) ? 1 : 0;
+    } catch (...) {
+        return 0;
+    }
+}
+void drop_filter(void* filter) { delete static_cast<Filter*>(filter); }
+
+// The pools that have begun, in this order, and the MemPools that the native allocator serves: those with one of their own.
+class Pools {
+    // Stands in the native allocator for all pools of the library.
+    static constexpr MempoolId_t OURS{~0ULL, ~0ULL};
+
+    struct Begun {
+        DeviceIndex device;
+        MempoolId_t id;
+        bool natives;
+        Filter filter;
+    };
+    using List = std::vector<Begun>;
+
+    template <typename Of>
+    static auto find(Of& all, DeviceIndex device, MempoolId_t id) {
+        return std::find_if(all.begin(), all.end(), [&](const Begun& one) { return one.device == device && one.id == id; });
+    }
+    static bool has_ours(const List& all, DeviceIndex device) {
+        return std::any_of(all.begin(), all.end(), [&](const Begun& one) { return one.device == device && !one.natives; });
+    }
+
+   public:
+    bool is_native(DeviceIndex device, MempoolId_t id) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        return pools.count({device, id}) != 0;
+    }
+
+    // Adds a user of a pool of the native allocator, and creates it.
+    void retain_native(DeviceIndex device, MempoolId_t id, std::shared_ptr<CUDAAllocator> owner) {
+        TORCH_CHECK(has_native(), "a MemPool with an allocator of its own needs PyTorch's native allocator beneath aquifer; "
+                    "remove the backend from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF");
+        if (owner != nullptr) {
+            owner = std::make_shared<CUDAPluggableAllocator>(
+                [owner](size_t size, int, cudaStream_t) { return segments.allocate(*owner, size); },
+                [owner](void* memory, size_t, int, cudaStream_t) { segments.free(*owner, memory); });
+        }
+        const std::lock_guard<std::mutex> changing(changes);
+        tell_native([&](auto* to) -> decltype(to->createOrIncrefPool(device, id, owner)) {
+            to->createOrIncrefPool(device, id, owner);
+        });
+        const std::lock_guard<std::mutex> lock(mutex);
+        pools.try_emplace({device, id}, false);
+    }
+
+    // Removes a user. Returns whether the pool is the native allocator's.
+    bool release_native(DeviceIndex device, MempoolId_t id) {
+        const std::lock_guard<std::mutex> changing(changes);
+        if (!is_native(device, id)) return false;
+        const bool is_last = native->getPoolUseCount(device, id) == 1;
+        native->releasePool(device, id);
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (is_last) pools.erase({device, id});
+        return true;
+    }
+
+    // Makes the free memory of a pool serve other requests, or ends that. Returns whether the pool is the native allocator's.
+    bool spare_native(DeviceIndex device, MempoolId_t id, bool serves_last) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        const auto pool = pools.find({device, id});
+        if (pool != pools.end()) pool->second = serves_last;
+        return pool != pools.end();
+    }
+
+    void begin(DeviceIndex device, MempoolId_t id, const Filter& filter) {
+        const bool natives = is_native(device, id);
+        // The filter is the library's from here on.
+        if (!natives) check(aq.aq_torch_pool_begin(device, id.first, id.second, belongs, new Filter(filter), drop_filter));
+        const std::lock_guard<std::mutex> changing(changes);
+        List next = *list();
+        if (natives) {
+            native->beginAllocateToPool(device, id, filter);
+        } else if (has_native() && !has_ours(next, device)) {
+            // It may query no event and free no memory meanwhile.
+            native->beginAllocateToPool(device, OURS, [](cudaStream_t) { return false; });
+        }
+        next.push_back({device, id, natives, filter});
+        publish(std::move(next));
+    }
+
+    void end(DeviceIndex device, MempoolId_t id) {
+        std::unique_lock<std::mutex> changing(changes);
+        List next = *list();
+        const auto found = find(next, device, id);
+        const bool known = found != next.end(), natives = known && found->natives;
+        if (known) next.erase(found);
+        if (natives) native->endAllocateToPool(device, id);
+        if (known && !natives && has_native() && !has_ours(next, device)) {
+            native->endAllocateToPool(device, OURS);
+            native->releasePool(device, OURS);
+        }
+        publish(std::move(next));
+        changing.unlock();
+        if (!natives) check(aq.aq_torch_pool_end(device, id.first, id.second));
+    }
+
+    // Prepares the native allocator for captures of the library.
+    static void prepare(int devices) {
+        for (int device = 0; device < devices; ++device) native->createOrIncrefPool(static_cast<DeviceIndex>(device), OURS);
+    }
+
+    bool any_native() const { return natives_begun.load(std::memory_order_relaxed) != 0; }
+
+    // Whether the innermost pool that serves a stream is the native allocator's; nothing if none serves it.
+    std::optional<bool> serving(DeviceIndex device, cudaStream_t stream) {
+        const auto all = list();
+        for (auto one = all->rbegin(); one != all->rend(); ++one) {
+            if (one->device == device && one->filter(stream)) return one->natives;
+        }
+        return std::nullopt;
+    }
+
+    // Has the native allocator free what pools that are gone have cached. Returns whether there was any.
+    bool empty_native() {
+        const size_t before = segments.number();
+        if (before == 0 || !list()->empty()) return false;
+        native->emptyCache();
+        return segments.number() < before;
+    }
+
+    // Allocates from free memory of the native allocator's pools that serve other requests, for a thread that no pool serves.
+    // Null if none has as much.
+    void* take_spare(size_t size, DeviceIndex device, cudaStream_t stream) {
+        if (serving(device, stream)) return nullptr;
+        const auto fits = [&](const SegmentInfo& segment) {
+            return segment.device == device && segment.stream == stream && segment.is_large == (size > 1 << 20) &&
+                std::any_of(segment.blocks.begin(), segment.blocks.end(), [&](const BlockInfo& block) {
+                    return !block.active && static_cast<size_t>(block.size) >= rounded(size);
+                });
+        };
+        // No pool begins or ends meanwhile, so what is found stays free. Nothing here calls the driver.
+        const std::lock_guard<std::mutex> changing(changes);
+        const auto current = list();
+        for (const auto& [key, serves_last] : known()) {
+            const MempoolId_t id = key.second;
+            if (!serves_last || key.first != device || find(*current, device, id) != current->end()) continue;
+            // A request that the native allocator refuses would be counted, and told to observers.
+            const auto held = native->snapshot(id).segments;
+            if (std::none_of(held.begin(), held.end(), fits)) continue;
+            native->beginAllocateToPool(device, id, [thread = std::this_thread::get_id()](cudaStream_t) {
+                return std::this_thread::get_id() == thread;
+            });
+            const auto end = c10::make_scope_exit([&] {
+                native->endAllocateToPool(device, id);
+                native->releasePool(device, id);
+            });
+            return native->raw_alloc_with_stream(size, stream);
+        }
+        return nullptr;
+    }
+
+   private:
+    std::shared_ptr<const List> list() {
+        const std::lock_guard<std::mutex> lock(mutex);
+        return begun;
+    }
+    // The native allocator's pools, each with whether it serves other requests.
+    using Known = std::map<std::pair<DeviceIndex, MempoolId_t>, bool>;
+    Known known() {
+        const std::lock_guard<std::mutex> lock(mutex);
+        return pools;
+    }
+    void publish(List next) {
+        natives_begun.store(std::count_if(next.begin(), next.end(), [](const Begun& one) { return one.natives; }));
+        std::shared_ptr<const List> made = std::make_shared<List>(std::move(next));
+        const std::lock_guard<std::mutex> lock(mutex);
+        begun.swap(made);
+    }
+
+    // Held while pools begin, end and are released. Filters run without it.
+    std::mutex changes;
+    std::mutex mutex;
+    Known pools;
+    std::shared_ptr<const List> begun = std::make_shared<List>();
+    std::atomic<ptrdiff_t> natives_begun{0};
+};
+// Never destroyed: pools are released until the process ends.
+Pools& pools = *new Pools;
+
 void* take(size_t size, DeviceIndex device, cudaStream_t stream) {
     if (C10_UNLIKELY(uncached().serves.load(std::memory_order_relaxed))) return uncached().allocate(size);
+    if (C10_UNLIKELY(pools.any_native()) && pools.serving(device, stream) == true) {
+        return native->raw_alloc_with_stream(size, stream);
+    }
     void* memory = nullptr;
     const auto bytes = static_cast<ptrdiff_t>(size);
     aq_status status = aq.aq_torch_malloc(bytes, device, stream, &memory);
-    const bool shortage = status == AQ_ERROR_OUT_OF_MEMORY || status == AQ_ERROR_OUT_OF_BUDGET;
-    if (C10_UNLIKELY(shortage) && run_free_memory_callbacks()) {
+    const auto is_short = [&] { return status == AQ_ERROR_OUT_OF_MEMORY || status == AQ_ERROR_OUT_OF_BUDGET; };
+    if (C10_UNLIKELY(is_short()) && (run_free_memory_callbacks() | pools.empty_native())) {
         status = aq.aq_torch_malloc(bytes, device, stream, &memory);
+    }
+    if (C10_UNLIKELY(is_short())) {
+        if (void* spare = pools.take_spare(size, device, stream)) return spare;
     }
     if (C10_UNLIKELY(status != AQ_OK)) refuse(status, size, device, stream);
     requested.add(device, size);
@@ -635,17 +933,6 @@ Fraction& fraction_of(DeviceIndex device) {
     return set[device];
 }
 
-// Whether work on a stream belongs to a capture or a pool. What PyTorch's filter throws must not pass through the library.
-using Filter = std::function<bool(cudaStream_t)>;
-int belongs(void* filter, void* stream) {
-    try {
-        return (*static_cast<Filter*>(filter))(static_cast<cudaStream_t>(stream)) ? 1 : 0;
-    } catch (...) {
-        return 0;
-    }
-}
-void drop_filter(void* filter) { delete static_cast<Filter*>(filter); }
-
 // What was live in a pool at some time.
 struct PoolState final : AllocatorState {
     PoolState(MempoolId_t id, std::vector<aq_torch_block> blocks) : id(id), blocks(std::move(blocks)) {}
@@ -659,22 +946,24 @@ bool is_same(const aq_torch_block& a, const aq_torch_block& b) {
 
 // Functions that PyTorch's versions declare differently are not marked `override`: where one does not match, PyTorch's
 // own refusal stands.
-//
-// `previous` is PyTorch's own allocator if it was in use before. What is not ours is its memory, which stays valid.
 struct Aquifer final : CUDAPluggableAllocator {
-    explicit Aquifer(CUDAAllocator* previous)
+    Aquifer()
         : CUDAPluggableAllocator(
               [](size_t size, int device, cudaStream_t stream) {
                   return take(size, static_cast<DeviceIndex>(device), stream);
               },
-              [](void* memory, size_t, int, cudaStream_t) { drop(memory); }),
-          previous(previous) {
-        set_init_fn([](int devices) { check(aq.aq_torch_init(devices)); });
-        set_reset_fn([previous] {
+              [](void* memory, size_t, int, cudaStream_t) { drop(memory); }) {
+        set_init_fn([](int devices) {
+            check(aq.aq_torch_init(devices));
+            if (native == nullptr) return;
+            native->init(devices);
+            Pools::prepare(devices);
+        });
+        set_reset_fn([] {
             // Also of a MemPool's destructor.
             const aq_status status = aq.aq_torch_reset();
             if (status != AQ_OK) report("memory was not given back", status);
-            if (previous != nullptr) previous->emptyCache();
+            if (has_native()) native->emptyCache();
         });
         set_memory_fraction_fn([](double fraction, int device) {
             const std::string invalid = "invalid fraction: " + std::to_string(fraction) + ". Please set within [0, 1]";
@@ -683,9 +972,9 @@ struct Aquifer final : CUDAPluggableAllocator {
             check(aq.aq_set_limit(runtime(), static_cast<uint32_t>(device), bytes, nullptr));
             fraction_of(static_cast<DeviceIndex>(device)) = {fraction, bytes};
         });
-        set_base_alloc_fn([previous](void* memory, size_t* size) {
+        set_base_alloc_fn([](void* memory, size_t* size) {
             void* base = aq.aq_torch_base_alloc(memory, size);
-            if (base == nullptr && previous != nullptr) return previous->getBaseAllocation(memory, size);
+            if (base == nullptr && may_be_native(memory)) return native->getBaseAllocation(memory, size);
             const std::string said = base == nullptr ? aq.aq_last_error() : "";
             TORCH_CHECK(base != nullptr, said);
             return base;
@@ -695,18 +984,16 @@ struct Aquifer final : CUDAPluggableAllocator {
             // Memory that is not the allocator's own is its owner's business, as with PyTorch's.
             if (status != AQ_ERROR_FOREIGN_BLOCK && status != AQ_ERROR_DOUBLE_FREE) check(status);
         });
-        set_begin_allocate_to_pool([](int device, MempoolId_t id, Filter filter) {
-            // The library's from here on.
-            check(aq.aq_torch_pool_begin(device, id.first, id.second, belongs, new Filter(std::move(filter)), drop_filter));
+        set_begin_allocate_to_pool([](int device, MempoolId_t id, const Filter& filter) {
+            pools.begin(static_cast<DeviceIndex>(device), id, filter);
         });
-        set_end_allocate_to_pool_fn([](int device, MempoolId_t id) {
-            check(aq.aq_torch_pool_end(device, id.first, id.second));
-        });
-        set_release_pool([previous](int device, MempoolId_t id) {
+        set_end_allocate_to_pool_fn([](int device, MempoolId_t id) { pools.end(static_cast<DeviceIndex>(device), id); });
+        set_release_pool([](int device, MempoolId_t id) {
             // Of a graph's destructor, or a MemPool's.
+            if (pools.release_native(static_cast<DeviceIndex>(device), id)) return;
             const aq_status status = aq.aq_torch_pool_release(device, id.first, id.second);
-            if (status == AQ_ERROR_BAD_ARGUMENT && previous != nullptr) {
-                previous->releasePool(static_cast<DeviceIndex>(device), id);
+            if (status == AQ_ERROR_BAD_ARGUMENT && native_was_used) {
+                native->releasePool(static_cast<DeviceIndex>(device), id);
                 return;
             }
             if (status != AQ_OK) report("a pool was not released", status);
@@ -728,23 +1015,26 @@ struct Aquifer final : CUDAPluggableAllocator {
     void* raw_alloc_with_stream(size_t size, cudaStream_t stream) override {
         return size == 0 ? nullptr : take(size, current_device(), stream);
     }
-    void raw_delete(void* memory) override {
-        const aq_status status = free_block(memory);
-        if (status == AQ_ERROR_FOREIGN_BLOCK && previous != nullptr) previous->raw_delete(memory);
-        else check(status);
-    }
+    void raw_delete(void* memory) override { free_block(memory); }
     void recordStream(const c10::DataPtr& memory, c10::cuda::CUDAStream stream) override {
+        if (C10_UNLIKELY(memory.get_deleter() == &drop && segments.hold(memory.get()))) {
+            // It looks for its own deleter.
+            c10::DataPtr seen(memory.get(), memory.get(), native->raw_deleter(), memory.device());
+            const auto keep = c10::make_scope_exit([&] { seen.release_context(); });
+            return native->recordStream(seen, stream);
+        }
         CUDAPluggableAllocator::recordStream(memory, stream);
         // It leaves out what is not its own.
-        if (C10_UNLIKELY(previous != nullptr)) previous->recordStream(memory, stream);
+        if (C10_UNLIKELY(has_native())) native->recordStream(memory, stream);
     }
 
     DeviceStats getDeviceStats(DeviceIndex device) override {
         const aq_stats from = stats_of(device);
-        DeviceStats to{};
+        // Peaks add up to one that is never too low.
+        DeviceStats to = has_native() ? native->getDeviceStats(device) : DeviceStats{};
         const auto set = [](auto& stat, uint64_t current, uint64_t peak) {
-            stat[0].current = static_cast<int64_t>(current);
-            stat[0].peak = static_cast<int64_t>(peak);
+            stat[0].current += static_cast<int64_t>(current);
+            stat[0].peak += static_cast<int64_t>(peak);
         };
         const uint64_t active = from.live + from.pending;
         // Blocks are counted, but not how many there have been at once.
@@ -757,8 +1047,8 @@ struct Aquifer final : CUDAPluggableAllocator {
         set(to.inactive_split_bytes, from.cached, from.cached);
         const Counts now = counts_of(device, from), reset = counts_at_reset(device);
         const auto accumulate = [](auto& stat, uint64_t allocated, uint64_t freed) {
-            stat[0].allocated = static_cast<int64_t>(allocated);
-            stat[0].freed = static_cast<int64_t>(freed);
+            stat[0].allocated += static_cast<int64_t>(allocated);
+            stat[0].freed += static_cast<int64_t>(freed);
         };
         accumulate(to.allocation, now.allocations - reset.allocations, now.frees - reset.frees);
         accumulate(to.active, now.allocations - reset.allocations, now.frees - reset.frees);
@@ -767,11 +1057,12 @@ struct Aquifer final : CUDAPluggableAllocator {
             accumulate(*bytes, now.requested - reset.requested, now.freed - reset.freed);
         }
         accumulate(to.reserved_bytes, now.taken - reset.taken, now.released - reset.released);
-        to.num_ooms = static_cast<int64_t>(now.failures - reset.failures);
-        to.num_device_alloc = static_cast<int64_t>(now.growths - reset.growths);
+        to.num_ooms += static_cast<int64_t>(now.failures - reset.failures);
+        to.num_device_alloc += static_cast<int64_t>(now.growths - reset.growths);
         return to;
     }
     void resetAccumulatedStats(DeviceIndex device) override {
+        if (has_native()) native->resetAccumulatedStats(device);
         const Counts now = counts_of(device, stats_of(device));
         const std::lock_guard<std::mutex> lock(resets_mutex);
         if (resets.size() <= static_cast<size_t>(device)) resets.resize(device + 1);
@@ -783,11 +1074,12 @@ struct Aquifer final : CUDAPluggableAllocator {
     // Memory of any size comes together from free parts, so the largest block is all that is not in use.
     void cacheInfo(DeviceIndex device, size_t* largest) override {
         const aq_stats stats = stats_of(device);
-        const uint64_t limit = limit_of(device), used = stats.live + stats.pending;
+        const uint64_t limit = limit_of(device), used = stats.live + stats.pending + segments.bytes_of(device);
         *largest = limit > used ? limit - used : 0;
     }
     void resetPeakStats(DeviceIndex device) override {
         check(aq.aq_reset_peaks(runtime(), static_cast<uint32_t>(device)));
+        if (has_native()) native->resetPeakStats(device);
     }
     // What was set, to the bit, unless the limit has been changed since.
     double getMemoryFraction(DeviceIndex device) {
@@ -798,12 +1090,19 @@ struct Aquifer final : CUDAPluggableAllocator {
     }
 
     bool isHistoryEnabled() { return history().records(); }
+    // The native allocator records its own pools, and its trackers and observers are told of them.
     void recordHistory(bool enabled, CreateContextFn recorder, size_t most, RecordContext when, bool clear,
                        const std::vector<std::string>& skipped) {
         history().set(enabled, recorder, most, when, clear, skipped);
+        tell_native([&](auto* to) -> decltype(to->recordHistory(enabled, recorder, most, when, clear, skipped)) {
+            to->recordHistory(enabled, recorder, most, when, clear, skipped);
+        });
     }
     void recordHistory(bool enabled, CreateContextFn recorder, size_t most, RecordContext when, bool clear) {
         history().set(enabled, recorder, most, when, clear, {});
+        tell_native([&](auto* to) -> decltype(to->recordHistory(enabled, recorder, most, when, clear)) {
+            to->recordHistory(enabled, recorder, most, when, clear);
+        });
     }
     void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& pairs) {
         history().annotate(current_device(), pairs);
@@ -814,17 +1113,35 @@ struct Aquifer final : CUDAPluggableAllocator {
     }
     void setUserMetadata(const std::string& metadata) { History::user_metadata() = metadata; }
     std::string getUserMetadata() { return History::user_metadata(); }
-    void attachAllocatorTraceTracker(AllocatorTraceTracker tracker) override { history().track(std::move(tracker)); }
-    SnapshotInfo snapshot(MempoolId_t pool, bool with_traces) { return history().snapshot(pool, with_traces); }
-    SnapshotInfo snapshot(MempoolId_t pool) { return history().snapshot(pool, true); }
+    void attachAllocatorTraceTracker(AllocatorTraceTracker tracker) override {
+        if (has_native()) native->attachAllocatorTraceTracker(tracker);
+        history().track(std::move(tracker));
+    }
+    SnapshotInfo snapshot(MempoolId_t pool, bool with_traces) {
+        SnapshotInfo state = history().snapshot(pool, with_traces);
+        if (!has_native()) return state;
+        SnapshotInfo other = native->snapshot(pool);
+        std::move(other.segments.begin(), other.segments.end(), std::back_inserter(state.segments));
+        for (size_t device = 0; with_traces && device < other.device_traces.size(); ++device) {
+            auto& traces = state.device_traces.at(device);
+            for (auto& entry : other.device_traces[device]) {
+                if (entry.action_ != TraceEntry::SNAPSHOT) traces.push_back(std::move(entry));
+            }
+            std::stable_sort(traces.begin(), traces.end(), [](const auto& a, const auto& b) { return a.time_.t_ < b.time_.t_; });
+        }
+        return state;
+    }
+    SnapshotInfo snapshot(MempoolId_t pool) { return snapshot(pool, true); }
 
     // CUDA graph trees capture one graph behind another whose results are live. They bring the pool back to the state
     // behind the first, whose launches allocate nothing.
     std::shared_ptr<AllocatorState> getCheckpointState(DeviceIndex device, MempoolId_t id) override {
+        if (pools.is_native(device, id)) return native->getCheckpointState(device, id);
         return std::make_shared<PoolState>(id, blocks_of_pool(device, id));
     }
     CheckpointDelta setCheckpointPoolState(DeviceIndex device, std::shared_ptr<AllocatorState> to) override {
         const auto state = std::dynamic_pointer_cast<PoolState>(to);
+        if (state == nullptr && has_native()) return native->setCheckpointPoolState(device, to);
         TORCH_CHECK(state != nullptr, "a state of another allocator");
         CheckpointDelta delta;
         std::unordered_map<uint64_t, aq_torch_block> kept;
@@ -849,33 +1166,41 @@ struct Aquifer final : CUDAPluggableAllocator {
         return delta;
     }
     bool checkPoolLiveAllocations(DeviceIndex device, MempoolId_t id, const std::unordered_set<void*>& expected) {
+        if (pools.is_native(device, id)) return native->checkPoolLiveAllocations(device, id, expected);
         const auto blocks = blocks_of_pool(device, id);
         return blocks.size() == expected.size() &&
             std::all_of(blocks.begin(), blocks.end(), [&](const auto& block) { return expected.count(pointer_to(block.address)) != 0; });
     }
     void attachOutOfMemoryObserver(OutOfMemoryObserver observer) override {
+        if (has_native()) native->attachOutOfMemoryObserver(observer);
         const std::lock_guard<std::mutex> lock(observers_mutex);
         observers.push_back(std::move(observer));
     }
 
-    // torch.cuda.MemPool over this allocator: graphs may be captured into it, and all else is served as ever.
+    // torch.cuda.MemPool: graphs may be captured into it, and all else is served as ever.
     void createOrIncrefPool(DeviceIndex device, MempoolId_t id, std::shared_ptr<CUDAAllocator> allocator) {
-        TORCH_CHECK(!allocator, "a MemPool with an allocator of its own needs PyTorch's own allocator underneath");
+        if (allocator != nullptr || pools.is_native(device, id)) return pools.retain_native(device, id, std::move(allocator));
         check(aq.aq_torch_pool_retain(device, id.first, id.second));
     }
     // A block takes its own size, so none is split. Only snapshots differ.
-    void setNoSplit(DeviceIndex, MempoolId_t id) { history().separate(id); }
+    void setNoSplit(DeviceIndex device, MempoolId_t id) {
+        history().separate(id);
+        if (!pools.is_native(device, id)) return;
+        tell_native([&](auto* to) -> decltype(to->setNoSplit(device, id)) { to->setNoSplit(device, id); });
+    }
     // A MemPool's destructor takes this back, whether it was asked or not, and may raise nothing.
     void setUseOnOOM(DeviceIndex device, MempoolId_t id, bool use) {
+        if (pools.spare_native(device, id, use)) return;
         const aq_status status = aq.aq_torch_pool_use_on_oom(device, id.first, id.second, use ? 1 : 0);
         if (use) check(status);
         else if (status != AQ_OK) report("a pool serves other requests", status);
     }
     void setUseOnOOM(DeviceIndex device, MempoolId_t id) { setUseOnOOM(device, id, true); }
     int getPoolUseCount(DeviceIndex device, MempoolId_t id) {
+        if (pools.is_native(device, id)) return native->getPoolUseCount(device, id);
         int uses = 0;
         check(aq.aq_torch_pool_uses(device, id.first, id.second, &uses));
-        return uses == 0 && previous != nullptr ? previous->getPoolUseCount(device, id) : uses;
+        return uses == 0 && native_was_used ? native->getPoolUseCount(device, id) : uses;
     }
 
     // torch.multiprocessing: a tensor's block stays in place until it is freed, which PyTorch's reference counts put off until
@@ -884,7 +1209,7 @@ struct Aquifer final : CUDAPluggableAllocator {
         ShareableHandle shared{0, std::string(AQ_TORCH_SHARE_BYTES, '\0')};
         size_t offset = 0;
         const aq_status status = aq.aq_torch_share(memory, &shared.handle[0], &offset);
-        if (status == AQ_ERROR_FOREIGN_BLOCK && previous != nullptr) return previous->shareIpcHandle(memory);
+        if (status == AQ_ERROR_FOREIGN_BLOCK && may_be_native(memory)) return native->shareIpcHandle(memory);
         check(status);
         shared.offset = static_cast<ptrdiff_t>(offset);
         return shared;
@@ -892,8 +1217,6 @@ struct Aquifer final : CUDAPluggableAllocator {
     std::shared_ptr<void> getIpcDevPtr(std::string handle) override { return received().open(handle, current_device()); }
 
    private:
-    CUDAAllocator* const previous;
-
     // What is counted from the beginning. Bytes `taken` from the driver, and `released` to it.
     struct Counts {
         uint64_t allocations = 0, frees = 0, failures = 0, growths = 0;
@@ -953,15 +1276,17 @@ extern "C" __attribute__((visibility("default"))) int aquifer_companion_install(
 #undef AQUIFER_FIND
         auto& current = c10::cuda::CUDACachingAllocator::allocator;
         CUDAAllocator* const previous = current.load();
+        if (previous->name() == "native") native = previous;
         if (!previous->initialized()) {
-            torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(std::make_shared<Aquifer>(nullptr));
+            torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(std::make_shared<Aquifer>());
             return;
         }
         // Any other keeps no account of which memory is its own.
-        TORCH_CHECK(previous->name() == "native", "PyTorch's allocator is already initialized, and is not its native one");
+        TORCH_CHECK(native != nullptr, "PyTorch's allocator is already initialized, and is not its native one");
+        native_was_used = true;
         // Never destroyed: tensors are freed until the process ends.
-        auto* const ours = new Aquifer(previous);
-        previous->emptyCache();
+        auto* const ours = new Aquifer;
+        native->emptyCache();
         ours->init(c10::cuda::device_count());
         current.store(ours);
     });

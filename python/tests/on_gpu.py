@@ -505,8 +505,9 @@ def after_the_first_use_of_cuda_memory_of_both_allocators_is_valid_and_freed():
         aquifer_torch.install(limit=0.5)
     aquifer_torch.install(limit=0.5)
     assert torch.cuda.get_allocator_backend() == "pluggable" and live() == 0
+    before = torch.cuda.memory_allocated()
     later = torch.full((64 * MIB,), 7, dtype=torch.uint8, device="cuda")
-    assert live() == later.nbytes == torch.cuda.memory_allocated()
+    assert live() == later.nbytes == torch.cuda.memory_allocated() - before and before > earlier.nbytes
     with torch.cuda.stream(side):
         side.wait_stream(torch.cuda.default_stream())
         torch.cuda._sleep(50_000_000)

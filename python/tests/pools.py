@@ -1,11 +1,43 @@
 """torch.cuda.MemPool: over aquifer beneath PyTorch's own allocator, and under aquifer as the allocator of the process."""
 
+import contextlib
+import ctypes
+import functools
 import gc
+import itertools
+import pathlib
 import threading
 
 import aquifer_torch
 import torch
+from aquifer_torch import companion
 from groups import MIB, live, of, raises, rest, together
+
+
+@functools.lru_cache(None)
+def counted():
+    """Returns an allocator of counted.cpp, and a function that returns how often it has given memory and got it back."""
+    path = str(companion.build(pathlib.Path(__file__).with_name("counted.cpp")))
+    library, made = ctypes.CDLL(path), torch.cuda.memory.CUDAPluggableAllocator(path, "counted_alloc", "counted_free")
+    return made, lambda: [ctypes.c_long.in_dll(library, f"counted_{name}").value for name in ("given", "returned")]
+
+
+def own_pool(**settings):
+    """A MemPool with an allocator of its own."""
+    return torch.cuda.MemPool(counted()[0].allocator(), **settings)
+
+
+KINDS = (torch.cuda.MemPool, own_pool)
+
+
+def beside():
+    """What the limit and PyTorch count as held beyond aquifer's own memory: bytes."""
+    own = aquifer_torch.statistics(0)["aquifer.physical"]
+    return aquifer_torch.limit(0)[1] - own, torch.cuda.memory_reserved() - own
+
+
+def addresses(pool):
+    return [b["address"] for segment in pool.snapshot() for b in segment["blocks"] if b["state"] == "active_allocated"]
 
 
 # ---- a MemPool under PyTorch's own allocator ----------------------------------------------------------------------------------
@@ -37,126 +69,60 @@ def a_mem_pools_tensors_are_in_aquifers_memory_and_others_are_not():
     assert live() == 0, live()
 
 
-@of("mem_pool")
-def a_mem_pool_counts_who_uses_it():
-    pool = aquifer_torch.mem_pool()
-    assert pool.use_count() == 1
-    with torch.cuda.use_mem_pool(pool):
-        x = torch.ones(MIB, device="cuda")
-        assert pool.use_count() == 2
-    assert pool.use_count() == 1 and x.sum().item() == MIB
-
-
-@of("mem_pool")
-def tensors_outlive_their_pool_and_go_back_at_empty_cache():
-    rest()
-    before = live()
-
-    def made():
-        pool = aquifer_torch.mem_pool()
-        with torch.cuda.use_mem_pool(pool):
-            return torch.arange(2 * MIB, device="cuda")
-
-    x = made()
-    gc.collect()
-    assert live() > before and x[-1].item() == 2 * MIB - 1
-    del x
-    rest()
-    assert live() == before, (before, live())
-
-
-@of("mem_pool")
-def a_pool_for_emergencies_is_drawn_from_when_memory_is_out_and_another_is_not():
-    gc.collect()
-    rest()
-    fraction = torch.cuda.get_per_process_memory_fraction()
-    total = torch.cuda.get_device_properties(0).total_memory
-    other, spare = aquifer_torch.mem_pool(), aquifer_torch.mem_pool(use_on_oom=True)
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 81 * MIB) / total)
-    try:
-        held = []
-        for pool in (other, spare):
-            with torch.cuda.use_mem_pool(pool):
-                held.append(torch.empty(40 * MIB, dtype=torch.uint8, device="cuda"))
-        address = held[1].data_ptr()
-        with raises(torch.OutOfMemoryError):
-            torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
-        held.clear()
-        first = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
-        assert first.data_ptr() == address
-        with raises(torch.OutOfMemoryError):
-            torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
-        del first
-    finally:
-        torch.cuda.set_per_process_memory_fraction(fraction)
-
-
 # ---- torch.cuda.MemPool() where aquifer is the allocator of the process -------------------------------------------------------
 
 
 @of("pools")
-def pools_of_several_threads_have_numbers_of_their_own():
-    numbers, pools = [], []
-
-    def make():
-        pools.append(torch.cuda.MemPool())
-        numbers.append(pools[-1].id)
-
-    together([threading.Thread(target=make) for _ in range(4)])
-    assert len(set(numbers)) == 4
-    first, second = torch.cuda.graph_pool_handle(), torch.cuda.MemPool()
-    assert (first[0] == 0) == (second.id[0] == 0) and second.id[1] > first[1]
-
-
-@of("pools")
 def a_pool_counts_who_uses_it():
-    pool = torch.cuda.MemPool()
-    assert pool.use_count() == 1
-    with torch.cuda.use_mem_pool(pool):
-        assert pool.use_count() == 2
-    assert pool.use_count() == 1
+    for pool in [kind() for kind in KINDS]:
+        assert pool.use_count() == 1
+        with torch.cuda.use_mem_pool(pool):
+            assert pool.use_count() == 2
+        assert pool.use_count() == 1
 
 
 @of("pools")
-def pools_are_used_within_each_other_and_all_memory_comes_back():
-    torch.cuda.synchronize()
-    before = live()
-    pools, made = [torch.cuda.MemPool() for _ in range(3)], []
+def pools_of_all_kinds_are_used_within_each_other_and_all_memory_comes_back():
+    rest()
+    before = torch.cuda.memory_allocated(), beside()
+    for kinds in itertools.product(KINDS, repeat=3):
+        pools, made = [kind() for kind in kinds], []
 
-    def take():
-        made.append((len(made), torch.full((5 * MIB,), float(len(made)), device="cuda")))
+        def take():
+            made.append((len(made), torch.full((5 * MIB,), float(len(made)), device="cuda")))
 
-    with torch.cuda.use_mem_pool(pools[0]):
-        take()
-        with torch.cuda.use_mem_pool(pools[1]):
+        with torch.cuda.use_mem_pool(pools[0]):
             take()
-            with torch.cuda.use_mem_pool(pools[2]):
+            with torch.cuda.use_mem_pool(pools[1]):
+                take()
+                with torch.cuda.use_mem_pool(pools[2]):
+                    take()
                 take()
             take()
-        take()
-    assert all((x == value).all().item() for value, x in made)
-    # The innermost serves, until it ends.
-    assert [sum(len(segment["blocks"]) for segment in pool.snapshot()) for pool in pools] == [2, 2, 1]
-    made.clear()
-    pools.clear()
-    gc.collect()
-    assert live() == before, (before, live())
+        assert all((x == value).all().item() for value, x in made)
+        # The innermost serves, until it ends.
+        served = [[made[n][1].data_ptr() for n in which] for which in ((0, 4), (1, 3), (2,))]
+        assert [sorted(addresses(pool)) for pool in pools] == [sorted(at) for at in served]
+        made.clear()
+        pools.clear()
+        gc.collect()
+        rest()
+        assert (torch.cuda.memory_allocated(), beside()) == before, kinds
 
 
-@of("pools")
-def free_memory_of_a_pool_for_emergencies_serves_when_there_is_no_other_and_goes_back_to_it():
+def serves_in_emergencies(kind):
     gc.collect()
     rest()
-    limit, _ = aquifer_torch.limit(0)
-    other, spare = torch.cuda.MemPool(), torch.cuda.MemPool(use_on_oom=True)
-    aquifer_torch.set_limit(aquifer_torch.statistics(0)["aquifer.physical"] + 84 * MIB, 0)
+    limit, used = aquifer_torch.limit(0)
+    other, spare = kind(), kind(use_on_oom=True)
+    aquifer_torch.set_limit(used + 84 * MIB, 0)
     try:
         held = []
         for pool in (other, spare):
             with torch.cuda.use_mem_pool(pool):
                 held.append(torch.empty(40 * MIB, dtype=torch.uint8, device="cuda"))
         address = held[1].data_ptr()
-        with raises(torch.OutOfMemoryError):
+        with raises(torch.OutOfMemoryError, "" if kind is torch.cuda.MemPool else "MemPools with an allocator of their own hold 80.00 MiB"):
             torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
         held.clear()
         first = torch.full((30 * MIB,), 3, dtype=torch.uint8, device="cuda")
@@ -164,7 +130,7 @@ def free_memory_of_a_pool_for_emergencies_serves_when_there_is_no_other_and_goes
         with raises(torch.OutOfMemoryError):
             torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
         # A request of a pool's own work finds its own pool alone.
-        with torch.cuda.use_mem_pool(torch.cuda.MemPool()), raises(torch.OutOfMemoryError):
+        with torch.cuda.use_mem_pool(kind()), raises(torch.OutOfMemoryError):
             torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
         assert (first.cpu() == 3).all().item()
         del first
@@ -180,22 +146,141 @@ def free_memory_of_a_pool_for_emergencies_serves_when_there_is_no_other_and_goes
 
 
 @of("pools")
-def pools_may_be_emptied_by_several_threads_that_use_them():
-    failed = []
+def free_memory_of_a_pool_for_emergencies_serves_when_there_is_no_other_and_goes_back_to_it():
+    for kind in KINDS:
+        serves_in_emergencies(kind)
 
-    def work(pool, value):
+
+@of("pools")
+def pools_may_be_emptied_by_several_threads_that_use_them_beside_one_without_a_pool():
+    failed, own = [], [own_pool(), own_pool()]
+
+    def work(value, pool):
         try:
-            with torch.cuda.use_mem_pool(pool):
+            with torch.cuda.use_mem_pool(pool) if pool else contextlib.nullcontext():
                 for _ in range(20):
                     x = torch.full((1000 * value,), float(value), device="cuda")
-                    assert x.sum().item() == 1000 * value * value
+                    assert [x.data_ptr() in addresses(each) for each in own] == [each is pool for each in own]
+                    # With temporaries.
+                    assert ((-x).sort().values + x).abs().sum().item() == 0
                     del x
                     torch.cuda.empty_cache()
         except BaseException as error:
             failed.append(error)
 
-    together([threading.Thread(target=work, args=(torch.cuda.MemPool(), n + 1)) for n in range(4)])
+    pools = [torch.cuda.MemPool(), torch.cuda.MemPool(), *own, None]
+    together([threading.Thread(target=work, args=each) for each in enumerate(pools, 1)])
     assert not failed, failed
+
+
+@of("pools")
+def a_pools_own_allocator_is_called_once_a_segment_and_gets_each_back_after_the_last_tensor():
+    rest()
+    (given, returned), before = counted()[1](), beside()
+    pool = own_pool()
+    with torch.cuda.use_mem_pool(pool):
+        x = torch.full((3 * MIB,), 1.0, device="cuda")
+        y = torch.full((100,), 2.0, device="cuda")
+        at = x.data_ptr()
+        del x
+        x = torch.full((3 * MIB,), 3.0, device="cuda")
+    assert x.data_ptr() == at and counted()[1]() == [given + 2, returned]
+    assert beside() == (before[0] + 14 * MIB, before[1] + 14 * MIB)
+    assert sorted(addresses(pool)) == sorted((at, y.data_ptr())) and pool.allocator == counted()[0].allocator()
+    del pool
+    gc.collect()
+    assert (x == 3).all().item() and (y == 2).all().item() and counted()[1]() == [given + 2, returned]
+    del x, y
+    rest()
+    assert counted()[1]() == [given + 2, returned + 2] and beside() == before
+
+
+@of("pools")
+def a_block_of_an_own_allocators_pool_is_not_reused_before_a_recorded_stream_is_done():
+    pool, side = own_pool(), torch.cuda.Stream()
+    with torch.cuda.use_mem_pool(pool):
+        x = torch.zeros(MIB, device="cuda")
+    at = x.data_ptr()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(500_000_000)
+        copy = x + 1
+    x.record_stream(side)
+    del x
+    with torch.cuda.use_mem_pool(pool):
+        y = torch.full((MIB,), 7.0, device="cuda")
+    assert y.data_ptr() != at and not side.query()
+    side.synchronize()
+    assert (copy == 1).all().item()
+    del y
+    rest()
+    with torch.cuda.use_mem_pool(pool):
+        assert torch.empty(MIB, device="cuda").data_ptr() == at
+
+
+@of("pools")
+def snapshots_history_and_statistics_have_the_memory_of_an_own_allocators_pool():
+    rest()
+    torch.cuda.memory._record_memory_history(max_entries=1000)
+    torch.cuda.reset_peak_memory_stats()
+    before, pool = torch.cuda.memory_stats(), own_pool()
+    with torch.cuda.use_mem_pool(pool):
+        x = torch.empty(5 * MIB, dtype=torch.uint8, device="cuda")
+    y, at = torch.empty(5 * MIB, dtype=torch.uint8, device="cuda"), x.data_ptr()
+    after, state = torch.cuda.memory_stats(), torch.cuda.memory._snapshot()
+    for name, grown in (("allocated_bytes", 10 * MIB), ("allocation", 2), ("segment", 1)):
+        assert after[f"{name}.all.current"] - before[f"{name}.all.current"] == grown, name
+    assert after["allocated_bytes.all.peak"] - before["allocated_bytes.all.current"] >= 10 * MIB
+    blocks = {block["address"]: (segment["is_expandable"], block) for segment in state["segments"] for block in segment["blocks"]}
+    assert (blocks[at][0], blocks[y.data_ptr()][0]) == (False, True)
+    assert any(frame["filename"].endswith("pools.py") for frame in blocks[at][1]["frames"])
+    del x
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    assert [e["action"] for e in trace if e.get("addr") == at] == ["segment_alloc", "alloc", "free_requested", "free_completed"]
+    times = [e["time_us"] for e in trace]
+    assert times == sorted(times)
+
+
+@of("pools")
+def graphs_are_captured_into_an_own_allocators_pool_and_beside_it():
+    (given, returned), pool, side = counted()[1](), own_pool(), torch.cuda.Stream()
+    x, graphs = torch.ones(MIB, device="cuda"), [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graphs[0], pool=pool.id):
+        out = x * 2 + 1
+    assert counted()[1]()[0] > given and out.data_ptr() in addresses(pool)
+    # A block of it that is freed while another stream of a capture uses it.
+    with torch.cuda.graph(graphs[1]):
+        with torch.cuda.use_mem_pool(pool):
+            part = x + 1
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            product = part * 2
+        part.record_stream(side)
+        torch.cuda.current_stream().wait_stream(side)
+        del part
+    rest()
+    for value in (4, 5):
+        x.fill_(value)
+        for graph in graphs:
+            graph.replay()
+        assert (out == 2 * value + 1).all().item() and (product == 2 * value + 2).all().item()
+    del out, product, graph, graphs, pool
+    gc.collect()
+    rest()
+    given, returned = (now - then for now, then in zip(counted()[1](), (given, returned)))
+    assert given == returned > 0
+
+
+@of("pools")
+def a_pool_with_its_own_allocator_serves_its_device_alone():
+    if torch.cuda.device_count() < 2:
+        return print("    skipped: one device")
+    pool = own_pool()
+    with torch.cuda.use_mem_pool(pool):
+        x = torch.ones(MIB, device="cuda:1")
+    assert addresses(pool) == [] and x.sum().item() == MIB
 
 
 @of("pools")

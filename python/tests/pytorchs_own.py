@@ -55,8 +55,6 @@ NOT = [
     (r"TestMemPool\.test_graph_capture_reclaim_", "a setting of the native allocator: ours reuses such a block after the capture"),
     (r"TestCudaAllocator\.test_allocator_memory_fraction_setting$", "a setting of the native allocator"),
     (r"TestCudaAllocator\.test_allocator_backend$", "asks a child process for another allocator"),
-    (r"TestMemPool\.test_(mempool_(with_allocator|expandable|empty_cache_inactive|limited_memory_with_allocator)|tensor_delete_after_allocator_delete)$",
-     "an allocator for a part, which needs the native one underneath: there on_gpu.py's `mem_pool` stands for them"),
 ]  # fmt: skip
 
 
