@@ -339,11 +339,13 @@ impl PoolCore {
 
     /// Gives back idle memory of this pool where the budget that refuses has no other user that
     /// could: the others that have to give the rest are found only once the next budget above
-    /// refuses. Gives nothing unless it is enough for that budget. Returns whether it gave any.
+    /// refuses. Gives nothing unless it is enough for that budget. Returns whether it gave any, or
+    /// there is room without that.
     fn reclaim_own(&self, wanted: u64, progress: &mut Progress<'_>) -> Result<bool> {
         let Some(HandleError::Budget(refused)) = progress.refused else { return Ok(false) };
         let wanted = self.memory.backing_bytes(&Request::bytes(wanted)).max(refused.requested);
-        let Some(refused) = self.budget.refusal(wanted) else { return Ok(false) };
+        // Others may have made room meanwhile, as processes do that share the device.
+        let Some(refused) = self.budget.refusal(wanted) else { return Ok(true) };
         let pass = self.scratch.begin();
         let caches = self.caches(&pass);
         self.poll_fences(&pass, &caches, FenceScope::FreeAndPending)?;

@@ -2,11 +2,19 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::support::{MIB, Rig, assert_silent, plain};
-use aquifer_core::{Budget, OpaqueBlock, Result, Tag};
+use aquifer_core::{
+    Budget, OpaqueBlock, Result, Tag,
+    budget::{Charge, Offer, Reclaim},
+};
 use aquifer_device::{Adoption, Block, DevicePool, Park, PoolConfig, Request, Reserved};
 use aquifer_driver::{Access, Call, DeviceId, leftovers, sim::Sim};
 use aquifer_stream::Stream;
-use std::{any::Any, sync::Arc, thread, time::Duration};
+use std::{
+    any::Any,
+    sync::{Arc, Mutex},
+    thread,
+    time::{Duration, Instant},
+};
 
 /// Opens pools on one device, each under the budget given for it, that never wait on the host.
 fn pools<const N: usize>(sim: &Sim, budgets: [&Budget; N]) -> [DevicePool; N] {
@@ -43,6 +51,30 @@ fn one_trim_releases_memory_last_used_on_another_stream() {
     let rig = Rig::on(Sim::h200(1), 64, |_| ());
     let _streams = leave_a_block_that_another_stream_used(&rig.pool, 30 * MIB);
     rig.assert_empty();
+}
+
+/// Offers nothing, and meanwhile ends a charge.
+struct EndsMeanwhile(Mutex<Option<Charge>>);
+
+impl Reclaim for EndsMeanwhile {
+    fn name(&self) -> &'static str {
+        "another thread"
+    }
+    fn offer(&self) -> Offer {
+        drop(self.0.lock().unwrap().take());
+        Offer::default()
+    }
+    fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {}
+}
+
+#[test]
+fn room_that_others_make_after_a_refusal_is_used() {
+    let (sim, device) = (Sim::h200(1), Budget::new("the device", 64 * MIB));
+    let [pool] = pools(&sim, [&device.child("the pool", u64::MAX)]);
+    let charge = device.charge(60 * MIB).unwrap();
+    let other = Arc::new(EndsMeanwhile(Mutex::new(Some(charge))));
+    let _registration = device.on_need(&other);
+    pool.alloc_stable(&pool.stream().unwrap(), Request::bytes(30 * MIB)).unwrap();
 }
 
 /// Returns a pool with 40 MiB idle whose limit was then lowered to 24 MiB.
