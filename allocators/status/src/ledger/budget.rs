@@ -277,6 +277,9 @@ impl Answering {
             if self.stop.load(Relaxed) {
                 return;
             }
+            let owed = member.owed();
+            let gained = owed > 0 && self.give_back(owed) > 0;
+            // After the answer, since the measurement may call a driver.
             if last_round.is_none_or(|last| last.elapsed() >= IDLE_PAUSE) {
                 last_round = Some(Instant::now());
                 member.refresh();
@@ -285,8 +288,6 @@ impl Answering {
                 self.claims.expire_credit();
                 member.set_reclaimable(self.budget.offered(Some(&self.registration)));
             }
-            let owed = member.owed();
-            let gained = owed > 0 && self.give_back(owed) > 0;
             self.budget.serve_waiters();
             pause = match (gained, owed > 0 || self.budget.waiting() > 0) {
                 (true, _) => BUSY_PAUSE,
