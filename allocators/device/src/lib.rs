@@ -66,6 +66,7 @@
 //! |---|---|---|---|
 //! | driver's own pool ([`StreamOrdered`]) | unused reserved memory | 50 µs + 0.4 µs/MiB | no |
 //! | pool that maps | memory idle now or soon | 44 µs/handle + 1.3 µs/MiB + 1 ms/peer | no |
+//! | [`Reserved`] | [idle](Reserved::idle) steps | 44 µs/step + 1.3 µs/MiB | no |
 //! | pool that cannot map, or in bypass mode | the same | 52 µs/64 MiB + 0.4 µs/MiB | for the device |
 //! | pool with guards ([`Debugging`]) | freed blocks, after a read | as the pool | for streams |
 //! | pinned memory | free regions | 50 µs/MiB + 4.4 ms of blocked launches | for the device |

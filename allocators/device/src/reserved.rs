@@ -1,24 +1,35 @@
 //! Growable memory: elements at fixed addresses, with memory that is committed and decommitted.
 
+mod idle;
+
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
-    base::{driver::owner_of_freed, extent::LiveCharges, pending::PartsWork, waits::begin_request},
+    base::{
+        driver::owner_of_freed,
+        extent::{AttachedValue, LiveCharges},
+        pending::PartsWork,
+        waits::begin_request,
+    },
     dedicated::{DedicatedPool, Span},
     limits::LiveLimit,
     pool_core::PoolCore,
     request::MAX_BYTES,
     stable::bounds,
 };
-use aquifer_core::{DeviceId, MemoryError, Reservation, Result, Tag, event::BlockKind};
+use aquifer_core::{
+    DeviceId, MemoryError, Reservation, Result, Tag, budget::HookRegistration, event::BlockKind,
+};
 use aquifer_driver::{Access, Ownership, RawStream, site};
 use aquifer_stream::{Stream, Use};
 use bytemuck::Pod;
+use idle::IdleSteps;
 use std::{
     collections::BTreeMap,
     fmt,
     marker::PhantomData,
     ops::Range,
     sync::{Arc, Mutex, Weak},
+    time::Instant,
 };
 
 /// Address space for `max_len` elements of `T` at a fixed address, with memory for the committed
@@ -79,6 +90,8 @@ pub struct Reserved<T> {
     /// The charges of the tenant and the tag for committed steps, by step number. Steps that are
     /// charged to neither are not listed.
     live: BTreeMap<u64, LiveCharges>,
+    /// The idle steps, once there were any.
+    idle: Option<(Arc<IdleSteps>, HookRegistration)>,
     elements: PhantomData<T>,
 }
 
@@ -199,6 +212,7 @@ impl DevicePool {
             max_len,
             account,
             live,
+            idle: None,
             elements: PhantomData,
         })
     }
@@ -281,42 +295,91 @@ impl<T: Pod> Reserved<T> {
     #[track_caller]
     pub fn decommit(&mut self, range: Range<usize>) -> Result<u64> {
         let _site = site::enter();
-        let (offset, len) = bounds::<T>(&range, self.block.bytes())?;
+        let runs = self.whole_steps(&range)?;
+        let Some((first, last)) = runs.first().zip(runs.last()) else { return Ok(0) };
+        let slots = first.start..last.end;
+        let (bytes, work) = self.end_use(&runs);
+        let completes = self.report_freed(runs.into_iter().map(|run| self.range_of(run)).collect());
+        self.span.retire(slots, work, completes.map(|completes| Box::new(vec![completes])));
+        self.dedicated.enqueue_retiring(&self.span);
+        Ok(bytes)
+    }
+
+    /// Marks the steps that lie wholly in `range`, as for [`Reserved::decommit`], as idle: they hold
+    /// nothing now. The contents are lost, and the elements count as uncommitted. Returns the bytes,
+    /// which stay mapped and charged until memory is needed under the same root of budgets, also by
+    /// another process that shares the device. Then they are given back, those with the highest
+    /// addresses first, and only those whose work is done. A commit before then has the same memory
+    /// again, and calls the driver only where another stream than its own has used it; one that fails
+    /// leaves the steps decommitted.
+    ///
+    /// [`Reserved::release_idle`] gives them back at once. A trim of the pool does not. Once the
+    /// pool is closed, this is a decommit. Makes no driver call, unless a stream has to be fenced at
+    /// once, and never blocks.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfRange`].
+    #[track_caller]
+    pub fn idle(&mut self, range: Range<usize>) -> Result<u64> {
+        let _site = site::enter();
+        let Some(pool) = self.pool.upgrade() else { return self.decommit(range) };
+        let runs = self.whole_steps(&range)?;
+        if self.idle.is_none() {
+            let (dedicated, span) = (self.dedicated.clone(), self.span.clone());
+            let steps = Arc::new(IdleSteps { dedicated, span });
+            let registration = pool.budget().on_need(&steps);
+            self.idle = Some((steps, registration));
+        }
+        let (bytes, work) = self.end_use(&runs);
+        // Each is recorded as done by itself.
+        let steps = runs.into_iter().flatten().map(|slot| {
+            let completes = self.report_freed(vec![self.range_of(slot..slot + 1)]);
+            (slot, completes.map(|completes| Box::new(vec![completes])))
+        });
+        let steps = steps.collect();
+        self.dedicated.slot_block_collected(BlockKind::Reserved, bytes);
+        self.span.make_idle(steps, &work);
+        Ok(bytes)
+    }
+
+    /// Returns the runs of steps with memory that lie wholly in a range.
+    fn whole_steps(&self, range: &Range<usize>) -> Result<Vec<Range<u64>>> {
+        let (offset, len) = bounds::<T>(range, self.block.bytes())?;
         let step = self.span.slot;
         let end = if range.end == self.max_len {
             self.span.bytes
         } else {
             offset + len as u64 * size_of::<T>() as u64
         };
-        let slots = offset.div_ceil(step)..end / step;
-        let runs: Vec<Range<u64>> =
-            self.span.runs().into_iter().filter_map(|run| intersection(&run, &slots)).collect();
-        let bytes = runs.iter().map(|run| (run.end - run.start) * step).sum();
-        if bytes == 0 {
-            return Ok(0);
-        }
+        let first = offset.div_ceil(step);
+        Ok(self.span.runs_in(first..first.max(end / step)))
+    }
+
+    /// Ends the use of steps with memory, in the accounts. Returns their bytes, and the work that may
+    /// use them.
+    fn end_use(&mut self, runs: &[Range<u64>]) -> (u64, PartsWork) {
+        let bytes = runs.iter().map(|run| (run.end - run.start) * self.span.slot).sum();
         let owner_stream = self.block.home();
         let uses = self.block.uses.current(&owner_stream);
         let users: Vec<RawStream> = uses.iter().map(|u| u.on().noted()).collect();
         let owner = owner_of_freed(&users);
         let dedicated = &self.dedicated;
         dedicated.update_usage(|a| a.record_free(bytes, bytes, self.block.tag()));
-        self.live.retain(|slot, _| !slots.contains(slot));
-        let ranges: Vec<(u64, u64)> = runs
-            .into_iter()
-            .map(|run| (self.span.address + run.start * step, (run.end - run.start) * step))
-            .collect();
-        for &(address, bytes) in &ranges {
+        for run in runs {
+            self.live.retain(|slot, _| !run.contains(slot));
+            let (address, bytes) = self.range_of(run.clone());
             dedicated.notify_observer(self.block.generation(), address, bytes, owner);
         }
-        let (stream, tag) = (self.stream.number(), self.block.tag());
-        let completes =
-            dedicated.report_freed(&self.span, BlockKind::Reserved, (ranges, step), stream, tag);
         let work = PartsWork::new(&owner_stream, uses);
         work.fence_at_once();
-        self.span.retire(slots, work, completes.map(|completes| Box::new(vec![completes])));
-        dedicated.enqueue_retiring(&self.span);
-        Ok(bytes)
+        (bytes, work)
+    }
+
+    /// Records that steps were freed. The returned value records their completion.
+    fn report_freed(&self, ranges: Vec<(u64, u64)>) -> Option<AttachedValue> {
+        let (stream, tag, step) = (self.stream.number(), self.block.tag(), self.span.slot);
+        let ranges = (ranges, step);
+        self.dedicated.report_freed(&self.span, BlockKind::Reserved, ranges, stream, tag)
     }
 
     /// Returns the ranges of committed elements, ascending.
@@ -394,6 +457,33 @@ impl<T> Reserved<T> {
         self.span.charged_bytes()
     }
 
+    /// Returns the bytes of [idle](Reserved::idle) steps, which are charged.
+    #[must_use]
+    pub fn idle_bytes(&self) -> u64 {
+        self.span.idle_bytes()
+    }
+
+    /// Gives at least `bytes` of [idle](Reserved::idle) steps back to the driver (`cuMemUnmap`), or
+    /// all. Before `deadline` it waits for the work that used them (`None`: no deadline). Returns
+    /// the bytes.
+    #[track_caller]
+    pub fn release_idle(&self, bytes: u64, deadline: Option<Instant>) -> u64 {
+        let _site = site::enter();
+        self.idle.as_ref().map_or(0, |(steps, _)| steps.release(bytes, deadline))
+    }
+
+    /// Makes the end of this wait for all work of the device: work that is not recorded may use the
+    /// memory. Its memory then goes back at the next trim, or when memory is needed. Does not block.
+    pub fn outlive_device_work(&self) {
+        self.span.require_synchronize();
+    }
+
+    /// Returns the address and the bytes of slots.
+    fn range_of(&self, slots: Range<u64>) -> (u64, u64) {
+        let step = self.span.slot;
+        (self.span.address + slots.start * step, (slots.end - slots.start) * step)
+    }
+
     /// Returns the device.
     #[must_use]
     pub fn device(&self) -> DeviceId {
@@ -430,12 +520,6 @@ impl<T> Reserved<T> {
     pub fn record_use(&self, stream: &Stream, access: Access) -> Result<()> {
         self.block.record_use(stream, access)
     }
-}
-
-/// Returns the intersection of two ranges.
-fn intersection(a: &Range<u64>, b: &Range<u64>) -> Option<Range<u64>> {
-    let range = a.start.max(b.start)..a.end.min(b.end);
-    (!range.is_empty()).then_some(range)
 }
 
 impl<T> fmt::Debug for Reserved<T> {

@@ -13,7 +13,10 @@ use crate::{
 use aquifer_core::{Budget, MemoryError};
 use aquifer_device::{AddressRegistration, Block, PoolConfig, Request, Reserved, StableBlock};
 use aquifer_driver::{Access, Call, DeviceId, DeviceRange, ExportTypes};
-use std::{collections::BTreeSet, time::Duration};
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
 
 /// The device's memory.
 const CAPACITY: u64 = 64 << 20;
@@ -94,7 +97,7 @@ impl Program for World {
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
-        match bytes.choice(20) {
+        match bytes.choice(21) {
             0 | 1 => self.alloc(bytes),
             2 => self.free(bytes),
             3 => self.write(bytes),
@@ -109,6 +112,7 @@ impl Program for World {
             16 => trim(&self.rig.pool, u64::from(bytes.u8()) << 18),
             17 => self.rig.fail_one(bytes, FAULTS),
             18 => self.rig.go_on(bytes),
+            19 => self.need(bytes),
             _ => self.rig.limit(bytes, 40),
         }
     }
@@ -269,14 +273,28 @@ impl World {
     fn decommit(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = bytes.index(self.rooms.len()) else { return };
         let range = Self::elements(bytes);
+        let is_idle = bytes.flag();
         quietly(&self.rig.sim, "a decommit", || {
             let Room { reserved, committed, .. } = &mut self.rooms[at];
-            let bytes = reserved.decommit(range.clone()).expect("within its bounds");
+            let kept = reserved.idle_bytes();
+            let bytes = match is_idle {
+                true => reserved.idle(range.clone()),
+                false => reserved.decommit(range.clone()),
+            };
+            let bytes = bytes.expect("within its bounds");
+            assert_eq!(reserved.idle_bytes() - kept, if is_idle { bytes } else { 0 });
             let before = committed.len();
             let last = if range.end == MAX_LEN { MAX_LEN.div_ceil(STEP) } else { range.end / STEP };
             committed.retain(|step| !(range.start.div_ceil(STEP)..last).contains(step));
             assert_eq!(bytes, ((before - committed.len()) * STEP) as u64);
         });
+    }
+
+    /// Reclaims for others.
+    fn need(&mut self, bytes: &mut Bytes<'_>) {
+        let wanted = u64::from(bytes.u8()) << 17;
+        let until = Instant::now() + Duration::from_micros(u64::from(bytes.u8()));
+        self.rig.pool.budget().reclaim(wanted, Some(until), None);
     }
 
     /// Opens a use of all committed parts of a reserved range, or of a stable block.

@@ -173,7 +173,8 @@ impl PendingWork<Uses> {
     }
 }
 
-fn poll(work: impl Iterator<Item = (Arc<Timeline>, u64)>) -> Result<()> {
+/// Records events behind the work where there are none, and polls them. Never blocks.
+pub(crate) fn poll(work: impl Iterator<Item = (Arc<Timeline>, u64)>) -> Result<()> {
     let mut outcome = Ok(());
     for (on, epoch) in work.filter(|(on, epoch)| !on.is_done(*epoch)) {
         outcome = outcome.and(on.fence(epoch).and_then(|_| on.poll()));

@@ -102,6 +102,11 @@ impl ReleaseBlock for SpanRelease {
         if let Some(completes) = dedicated.report_freed(span, kind, (ranges, bytes), stream, *tag) {
             until_free.get_or_insert_default().push(completes);
         }
+        let idle = span.take_all_idle();
+        if !idle.is_empty() {
+            dedicated.slots_retired(BlockKind::Reserved, idle.len() as u64 * span.slot);
+            span.return_retiring(idle);
+        }
         block.work.fence_at_once();
         span.retire_whole(block.work.into_parts(), until_free);
         dedicated.enqueue_retiring(span);

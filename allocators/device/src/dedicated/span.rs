@@ -86,6 +86,8 @@ struct State {
     /// Memory by slot.
     mapped: BTreeMap<u64, SpanMemory>,
     retiring: Vec<RetiringSlots>,
+    /// Slots that their owner has freed, and that stay mapped until memory is needed.
+    idle: BTreeMap<u64, RetiringSlots>,
     /// Number of threads that have removed retiring slots from the list to unmap them.
     reaping: u32,
     /// Whether the owner is gone. The addresses are freed when nothing is mapped any more.
@@ -289,7 +291,12 @@ impl Span {
 
     /// Returns the runs of mapped slots.
     pub(crate) fn runs(&self) -> Vec<Range<u64>> {
-        runs(self.state().mapped.keys().copied())
+        self.runs_in(0..u64::MAX)
+    }
+
+    /// Returns the runs of mapped slots in a range that does not end before it begins.
+    pub(crate) fn runs_in(&self, slots: Range<u64>) -> Vec<Range<u64>> {
+        runs(self.state().mapped.range(slots).map(|(slot, _)| *slot))
     }
 
     /// Returns the slots of a range that have no memory.
@@ -377,7 +384,8 @@ impl Span {
         let slot = address.saturating_sub(self.address) / self.slot;
         let state = self.state();
         let retiring = state.retiring.iter().flat_map(|retiring| &retiring.slots);
-        state.mapped.contains_key(&slot) || retiring.map(|(slot, _)| *slot).any(|each| each == slot)
+        let is_kept = state.mapped.contains_key(&slot) || state.idle.contains_key(&slot);
+        is_kept || retiring.map(|(slot, _)| *slot).any(|each| each == slot)
     }
 
     /// Makes the mapped slots of a range retiring. `until_free` is dropped when their memory is
@@ -389,6 +397,68 @@ impl Span {
         state.mapped.extend(rest);
         let slots = these.into_iter().collect();
         state.retiring.push(RetiringSlots { slots, work, until_free });
+    }
+
+    /// Makes mapped slots idle. The values are dropped when their memory is free.
+    pub(crate) fn make_idle(&self, slots: Vec<(u64, UntilFree)>, work: &PartsWork) {
+        let mut state = self.state();
+        for (slot, until_free) in slots {
+            if let Some(memory) = state.mapped.remove(&slot) {
+                let slots = vec![(slot, memory)];
+                state.idle.insert(slot, RetiringSlots { slots, work: work.clone(), until_free });
+            }
+        }
+    }
+
+    /// Returns the bytes of idle slots.
+    pub(crate) fn idle_bytes(&self) -> u64 {
+        self.state().idle.len() as u64 * self.slot
+    }
+
+    /// Takes up to `most` idle slots whose work is done, the highest first. Returns them, and the
+    /// work of those that were passed over. Makes no driver call. Give what is taken to
+    /// [`Span::retire_taken`]: a commit of the slots waits for it.
+    pub(crate) fn take_idle(
+        &self,
+        most: u64,
+    ) -> (Option<RetiringSlots>, Vec<(Arc<Timeline>, u64)>) {
+        let (mut numbers, mut unfinished) = (Vec::new(), Vec::new());
+        let mut state = self.state();
+        for (&slot, idle) in state.idle.iter_mut().rev() {
+            if numbers.len() as u64 == most {
+                break;
+            }
+            if idle.work.is_over() {
+                numbers.push(slot);
+            } else {
+                unfinished.extend(idle.work());
+            }
+        }
+        let mut taken: Option<RetiringSlots> = None;
+        for idle in numbers.iter().filter_map(|slot| state.idle.remove(slot)) {
+            let Some(all) = &mut taken else {
+                taken = Some(idle);
+                continue;
+            };
+            all.slots.extend(idle.slots);
+            if let Some(values) = idle.until_free {
+                all.until_free.get_or_insert_default().extend(*values);
+            }
+        }
+        state.reaping += u32::from(taken.is_some());
+        (taken, unfinished)
+    }
+
+    /// Makes slots from [`Span::take_idle`] retiring.
+    pub(crate) fn retire_taken(&self, taken: RetiringSlots) {
+        let mut state = self.state();
+        state.retiring.push(taken);
+        state.reaping -= 1;
+    }
+
+    /// Takes all idle slots, whatever their work.
+    pub(crate) fn take_all_idle(&self) -> Vec<RetiringSlots> {
+        std::mem::take(&mut self.state().idle).into_values().collect()
     }
 
     /// Makes all mapped slots retiring, and closes the span.
@@ -405,9 +475,10 @@ impl Span {
         self.state().closed = true;
     }
 
-    /// Takes those of `slots` that are retiring off the list, for the owner to use again. Waits for
-    /// threads that are unmapping slots at this moment, a few driver calls at most.
-    pub(crate) fn take_back_retiring(&self, slots: &[u64]) -> Vec<RetiringSlots> {
+    /// Takes those of `slots` that are retiring or idle, for the owner to use again. Waits for
+    /// threads that are unmapping slots at this moment, a few driver calls at most. Returns them,
+    /// and the bytes that were idle.
+    pub(crate) fn take_back_retiring(&self, slots: &[u64]) -> (Vec<RetiringSlots>, u64) {
         loop {
             let mut state = self.state();
             if state.reaping > 0 {
@@ -415,7 +486,9 @@ impl Span {
                 std::thread::yield_now();
                 continue;
             }
-            let mut again = Vec::new();
+            let mut again: Vec<_> =
+                slots.iter().filter_map(|slot| state.idle.remove(slot)).collect();
+            let idle = again.len() as u64 * self.slot;
             for retiring in &mut state.retiring {
                 let wanted = |&(slot, _): &(u64, SpanMemory)| slots.binary_search(&slot).is_ok();
                 let (taken, rest) =
@@ -430,7 +503,7 @@ impl Span {
             state
                 .retiring
                 .retain(|retiring| !retiring.slots.is_empty() || retiring.until_free.is_some());
-            return again;
+            return (again, idle);
         }
     }
 
@@ -441,11 +514,18 @@ impl Span {
 
     /// Makes slots from [`Span::take_back_retiring`] the owner's again.
     pub(crate) fn restore(&self, again: Vec<RetiringSlots>) {
+        let mut over = Vec::new();
         let mut state = self.state();
-        for (slot, memory) in again.into_iter().flat_map(|retiring| retiring.slots) {
-            let before = state.mapped.insert(slot, memory);
-            debug_assert!(before.is_none(), "a slot is mapped twice");
+        for retiring in again {
+            over.push(retiring.until_free);
+            for (slot, memory) in retiring.slots {
+                let before = state.mapped.insert(slot, memory);
+                debug_assert!(before.is_none(), "a slot is mapped twice");
+            }
         }
+        // These may take the lock.
+        drop(state);
+        drop(over);
     }
 
     /// Returns whether nothing of the span is left to be released.
@@ -627,5 +707,6 @@ impl Drop for Span {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let _still_mapped = ManuallyDrop::new(std::mem::take(&mut state.mapped));
         let _still_retiring = ManuallyDrop::new(std::mem::take(&mut state.retiring));
+        let _still_idle = ManuallyDrop::new(std::mem::take(&mut state.idle));
     }
 }

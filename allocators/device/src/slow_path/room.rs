@@ -122,8 +122,8 @@ impl PoolCore {
         done
     }
 
-    /// Puts memory behind all slots in `missing`, which is ascending: retiring memory of the span,
-    /// for whose other users `owner_stream` waits, and new handles. Makes room as
+    /// Puts memory behind all slots in `missing`, which is ascending: retiring and idle memory of
+    /// the span, for whose other users `owner_stream` waits, and new handles. Makes room as
     /// [`PoolCore::with_room`] does. Returns the bytes that are new.
     ///
     /// # Errors
@@ -137,7 +137,10 @@ impl PoolCore {
         missing: &[u64],
         reserved: Option<&Mutex<Reservation>>,
     ) -> Result<u64> {
-        let again = span.take_back_retiring(missing);
+        let (again, idle) = span.take_back_retiring(missing);
+        if idle > 0 {
+            self.dedicated.slots_retired(span.kind(), idle);
+        }
         let known: BTreeSet<u64> =
             again.iter().flat_map(|retiring| &retiring.slots).map(|(slot, _)| *slot).collect();
         let new: Vec<u64> = missing.iter().copied().filter(|slot| !known.contains(slot)).collect();

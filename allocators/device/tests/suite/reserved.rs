@@ -11,7 +11,11 @@ use aquifer_driver::{
     sim::{Sim, ViolationKind},
 };
 use aquifer_stream::Stream;
-use std::{ops::Range, sync::Arc, time::Duration};
+use std::{
+    ops::Range,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 const STEP: usize = 2 << 20;
 
@@ -239,17 +243,94 @@ fn a_commit_in_one_thread_and_a_trim_in_another_never_lose_memory() {
             scope.spawn(move || {
                 while running.strong_count() > 0 {
                     pool.trim(u64::MAX).unwrap();
+                    pool.budget().reclaim(2 * MIB, None, None);
                 }
             });
             for round in 0..200 {
                 r.commit(round % 5 * STEP..(round % 5 + 3) * STEP).unwrap();
                 fill(&s, &mut r, round % 5 * STEP..(round % 5 + 3) * STEP, 1);
                 r.decommit((round + 2) % 7 * STEP..8 * STEP).unwrap();
+                r.idle((round + 1) % 7 * STEP..8 * STEP).unwrap();
             }
             drop(done);
         });
         r.decommit(0..8 * STEP).unwrap();
+        r.release_idle(u64::MAX, None);
         s.synchronize().unwrap();
         rig.assert_empty();
     }
+}
+
+#[test]
+fn an_idle_step_keeps_its_memory_until_it_is_needed_and_is_committed_without_a_driver_call() {
+    let rig = Rig::new(8);
+    let s = rig.stream();
+    let mut r = rig.pool.reserve::<u8>(&s, 16 * STEP).unwrap();
+    r.commit_to(4 * STEP).unwrap();
+    fill(&s, &mut r, 0..4 * STEP, 1);
+    assert_eq!(r.idle(STEP - 1..4 * STEP).unwrap(), 6 * MIB, "whole steps only");
+    assert!(matches!(r.slice(STEP..STEP + 1), Err(MemoryError::Uncommitted { .. })));
+    rig.pool.trim(0).unwrap();
+    let stats = rig.pool.stats();
+    assert_eq!((stats.live, stats.cached, stats.pending), (2 * MIB, 6 * MIB, 0));
+    let calls = || rig.sim.driver().calls().made();
+    let before = calls();
+    r.commit(STEP..2 * STEP).unwrap();
+    assert_eq!((calls(), r.idle_bytes(), rig.budget.used()), (before, 4 * MIB, 8 * MIB));
+    // The highest are given to another part and to a block, and only as many as these need.
+    r.commit(8 * STEP..9 * STEP).unwrap();
+    assert_eq!((r.idle_bytes(), rig.budget.used()), (2 * MIB, 8 * MIB));
+    r.commit_to(3 * STEP).unwrap();
+    r.idle(0..3 * STEP).unwrap();
+    let block = rig.alloc(&s, 4 * MIB);
+    assert_eq!((r.idle_bytes(), rig.budget.used()), (2 * MIB, 8 * MIB));
+    assert!(matches!(r.commit_to(2 * STEP), Err(MemoryError::OutOfMemory(_))));
+    assert_eq!(r.committed(), [8 * STEP..9 * STEP]);
+    drop((block, r));
+    s.synchronize().unwrap();
+    rig.assert_empty();
+}
+
+#[test]
+fn an_idle_step_is_not_unmapped_under_queued_work() {
+    let rig = Rig::stepped(16);
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut r = rig.pool.reserve::<u8>(&s, 4 * STEP).unwrap();
+    r.commit_to(3 * STEP).unwrap();
+    r.idle(0..STEP).unwrap();
+    s.synchronize().unwrap();
+    fill(&s, &mut r, STEP..2 * STEP, 1);
+    u.fill(&mut r.slice_mut(2 * STEP..3 * STEP).unwrap(), 2).unwrap();
+    r.idle(STEP..3 * STEP).unwrap();
+    // The work of the first is done, and so it is given although it is the lowest.
+    assert_eq!(r.release_idle(6 * MIB, Some(Instant::now())), 2 * MIB);
+    let room = rig.budget.reclaim(2 * MIB, None, None);
+    assert_eq!((room.missing, r.idle_bytes()), (0, 2 * MIB), "it has waited");
+    r.commit(STEP..2 * STEP).unwrap();
+    u.fill(&mut r.slice_mut(STEP..2 * STEP).unwrap(), 3).unwrap();
+    r.idle(0..4 * STEP).unwrap();
+    assert_eq!(r.release_idle(u64::MAX, None), 2 * MIB);
+    drop(r);
+    rig.assert_empty();
+}
+
+#[test]
+fn each_idle_step_is_recorded_as_done_when_its_memory_is_free() {
+    let ring = Arc::new(RingSink::new(64));
+    let rig = Rig::on(Sim::h200(1).stepped(), 32, |config| {
+        config.recorder = Some(Arc::new(Recorder::new(ring.clone())));
+    });
+    let (sim, budget, s) = (rig.sim.clone(), rig.budget.clone(), rig.stream());
+    let mut r = rig.pool.reserve::<u8>(&s, 4 * STEP).unwrap();
+    r.commit_to(4 * STEP).unwrap();
+    r.idle(0..3 * STEP).unwrap();
+    r.release_idle(2 * MIB, None);
+    r.commit_to(STEP).unwrap();
+    let done = || ring.kept().iter().filter(|event| event.action == Action::Complete).count();
+    assert_eq!(done(), 1, "one step is free, and one was committed again");
+    drop(rig);
+    assert_eq!(r.idle(0..STEP).unwrap(), 2 * MIB, "without a pool, as a decommit");
+    assert_eq!(r.idle_bytes(), 2 * MIB);
+    drop((s, r));
+    assert_returned(&sim, &budget);
 }
