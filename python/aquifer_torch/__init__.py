@@ -24,7 +24,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .errors import AlreadyInitialised, AquiferError, Asleep, CompanionError, LibraryNotFound, LibraryVersion
+from .elastic_memory import Elastic as elastic, KvPages
+from .errors import AlreadyInitialised, AquiferError, Asleep, CompanionError, LibraryNotFound, LibraryVersion, Uncommitted
 from .library import (
     DRIVERS,
     SHARED_DEVICES,
@@ -45,11 +46,14 @@ __all__ = [
     "AquiferError",
     "Asleep",
     "CompanionError",
+    "KvPages",
     "LibraryNotFound",
     "LibraryVersion",
     "Library",
     "MemorySaver",
+    "Uncommitted",
     "dump_snapshot",
+    "elastic",
     "install",
     "install_pinned",
     "limit",

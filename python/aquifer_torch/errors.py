@@ -34,6 +34,10 @@ class CompanionError(RuntimeError):
         self.command, self.output = command, output
 
 
+class Uncommitted(AquiferError):
+    """A part of elastic memory has no pages. The text names its first bytes."""
+
+
 class Asleep(RuntimeError):
     """Memory that is paused cannot be used: resume it first."""
 

@@ -22,6 +22,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import aquifer_torch  # noqa: E402
 from aquifer_torch import host, library as binding  # noqa: E402
+from elastic_on_sim import ElasticTests, TwoProcesses  # noqa: E402
 from launch_on_sim import LauncherTests  # noqa: E402
 from ledger_on_sim import LedgerTests  # noqa: E402
 from placing_on_sim import PlacingTests  # noqa: E402
@@ -486,6 +487,14 @@ class Sleep(RegionTests, OneProcess, unittest.TestCase):
 
 class VllmSleep(VllmTests, OneProcess, unittest.TestCase):
     """vLLM's sleep mode."""
+
+
+class Elastic(ElasticTests, OneProcess, unittest.TestCase):
+    """Tensors whose pages come and go."""
+
+
+class ElasticOfTwo(TwoProcesses, unittest.TestCase):
+    """Pages that go from one process to another."""
 
 
 class Ledgers(LedgerTests, unittest.TestCase):

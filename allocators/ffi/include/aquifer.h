@@ -127,7 +127,8 @@ enum {
     AQ_ERROR_UNKNOWN_TICKET = 30,  /* not a ticket, or one that was freed */
     AQ_ERROR_PANIC = 31,           /* a bug in the library, which still works */
     AQ_ERROR_OTHER = 32,           /* any other error */
-    AQ_ERROR_PARKED = 33           /* memory that is parked: resume it first */
+    AQ_ERROR_PARKED = 33,          /* memory that is parked: resume it first */
+    AQ_ERROR_UNCOMMITTED = 34      /* a page without memory: commit it first */
 };
 
 /* Returns the name of a status, such as "AQ_ERROR_NULL". Never null. The text is static. */
@@ -594,6 +595,66 @@ aq_status aq_torch_receive(int device, const void *handle, size_t bytes, void **
  * unmapped later.
  * AQ_ERROR_FOREIGN_BLOCK for any other address. */
 aq_status aq_torch_close(void *memory);
+
+/* ---- Elastic memory ------------------------------------------------------------------------- */
+
+/* Device addresses whose pages get memory, and lose it again, such as those of a KV cache. The
+ * addresses never change. Offsets and sizes are in bytes. Calls for one reservation wait for a
+ * commit of another thread.
+ *
+ * A kernel that accesses a page without memory ends the context: CUDA reports an illegal address
+ * (700), so does each later call, and the process has to end. Nothing finds a stale pointer before.
+ * aq_elastic_check tells what a launch may use. */
+
+typedef uint64_t aq_elastic; /* never 0, and never reused */
+
+/* Reserves addresses for `bytes`, for work on `stream` (cuMemAddressReserve). Takes no memory.
+ * `*page` is the size of a page, or 0 for that of the pool's handles; it is rounded up to the
+ * device's granularity, usually 2 MiB.
+ * AQ_ERROR_NULL, _ZERO_SIZE, _TOO_LARGE; _UNSUPPORTED on devices without virtual memory; driver
+ * errors. */
+aq_status aq_elastic_reserve(aq_runtime runtime, uint32_t device, uint64_t bytes, uint64_t *page,
+                             void *stream, aq_elastic *elastic, uint64_t *address);
+
+/* Gives all pages that touch the range memory, or none. A page that is idle, or whose release is
+ * pending, gets its own again: at no driver call, if only the reservation's stream has used it.
+ * Others get new memory (cuMemCreate, cuMemMap, cuMemSetAccess). The contents are unspecified. For
+ * work on the reservation's stream, and on others that is ordered behind it. Blocks as an
+ * allocation does.
+ * AQ_ERROR_OUT_OF_BOUNDS, _OUT_OF_MEMORY, _BAD_ARGUMENT, _CLOSED; driver errors. */
+aq_status aq_elastic_commit(aq_elastic elastic, uint64_t offset, uint64_t bytes);
+
+/* Takes the pages that lie wholly in the range out of use, after the work queued so far on
+ * `stream`, on the reservation's own, and on those of earlier calls. The last page lies in it if
+ * the range ends where the reservation does. If `idle` is 0, their memory is given back: now if
+ * that work is done, else by later calls that need memory, or by aq_trim. Otherwise the pages are
+ * idle: they keep their memory until it is needed by this process or by another that shares the
+ * device (AQ_SHARED_DEVICES), or aq_trim is called. Pages that are not committed stay as they are.
+ * AQ_ERROR_OUT_OF_BOUNDS, _BAD_ARGUMENT, _CLOSED, _UNKNOWN_STREAM; driver errors. */
+aq_status aq_elastic_release(aq_elastic elastic, uint64_t offset, uint64_t bytes, void *stream,
+                             uint32_t idle);
+
+/* AQ_OK if all pages of the range are committed, else AQ_ERROR_UNCOMMITTED, whose text names the
+ * first bytes that are not.
+ * AQ_ERROR_OUT_OF_BOUNDS, _BAD_ARGUMENT, _CLOSED. */
+aq_status aq_elastic_check(aq_elastic elastic, uint64_t offset, uint64_t bytes);
+
+/* Stores the number of committed ranges, up to `capacity` of them in ascending order, each as the
+ * offsets of its first byte and of its end, and the bytes of idle pages. `idle` may be null, and
+ * `ranges` if `capacity` is 0.
+ * AQ_ERROR_NULL, _BAD_ARGUMENT, _CLOSED. */
+aq_status aq_elastic_committed(aq_elastic elastic, uint64_t *ranges, size_t capacity,
+                               size_t *count, uint64_t *idle);
+
+/* Stores a DLManagedTensor of DLPack over all addresses, of unsigned bytes and one dimension. It
+ * keeps the reservation until its deleter is called.
+ * AQ_ERROR_NULL, _BAD_ARGUMENT, _CLOSED. */
+aq_status aq_elastic_dlpack(aq_elastic elastic, void **tensor);
+
+/* Destroys a reservation. Never blocks. Once its tensors are gone too, its memory is given back
+ * after all work of the device, by aq_trim or when memory is needed.
+ * AQ_ERROR_BAD_ARGUMENT, _CLOSED. */
+aq_status aq_elastic_destroy(aq_elastic elastic);
 
 /* ---- Sleep ---------------------------------------------------------------------------------- */
 

@@ -2,6 +2,7 @@
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
+    elastic,
     entry::{CallResult, c_str_of, enter, fill, require, text, write_out, write_out_if_set},
     runtime::aq_runtime,
     status::{Failure, Status, aq_status},
@@ -367,7 +368,11 @@ pub unsafe extern "C" fn aq_trim(
     given: *mut u64,
 ) -> aq_status {
     enter(|| {
-        let bytes = thread_state::with(runtime, |shared| Ok(shared.pool(device)?.trim(keep)?))?;
+        let bytes = thread_state::with(runtime, |shared| {
+            let pool = shared.pool(device)?;
+            let trimmed = pool.trim(keep)?;
+            Ok(trimmed + elastic::release_idle(runtime, device, pool, keep))
+        })?;
         // SAFETY: 1. Guaranteed by the caller.
         unsafe { write_out_if_set(given, bytes) };
         Ok(())

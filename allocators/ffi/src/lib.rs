@@ -14,6 +14,7 @@
 //! | [`device`] | device memory, and the lifetime of foreign streams |
 //! | [`facts`] | devices, limits, statistics, snapshots |
 //! | `process` | the runtime that PyTorch and CuPy use, and the devices of its addresses |
+//! | [`elastic`] | addresses whose pages get memory and lose it |
 //! | [`graphs`] | memory of captured graphs, by PyTorch's names |
 //! | [`pinned`] | pinned host memory |
 //! | [`staging`] | copies of pageable memory to and from the device |
@@ -27,6 +28,7 @@
 #![expect(non_camel_case_types, reason = "names of the C interface")]
 
 pub mod device;
+pub mod elastic;
 pub mod entry;
 pub mod facts;
 pub mod fenced;

@@ -99,6 +99,8 @@ statuses! {
     Other = 32, c"AQ_ERROR_OTHER";
     /// Memory that is parked.
     Parked = 33, c"AQ_ERROR_PARKED";
+    /// Addresses without memory.
+    Uncommitted = 34, c"AQ_ERROR_UNCOMMITTED";
 }
 
 /// A status code and a text. One pointer in size, since most calls return none.
@@ -151,6 +153,7 @@ fn status_of(error: &MemoryError) -> Status {
         MemoryError::Unsupported { .. } => Status::Unsupported,
         MemoryError::TimedOut => Status::TimedOut,
         MemoryError::Parked { .. } => Status::Parked,
+        MemoryError::Uncommitted { .. } => Status::Uncommitted,
         MemoryError::BadSetting { .. } => Status::BadSetting,
         _ => Status::Other,
     }

@@ -1,5 +1,6 @@
 //! The tests of this crate.
 
+mod elastic;
 mod header;
 mod panics;
 mod planned;

@@ -8,26 +8,42 @@ use aquifer_ffi::{
     status::Status,
 };
 use std::{
+    cell::Cell,
     ffi::CStr,
     panic,
-    sync::atomic::{AtomicU32, Ordering},
-    thread,
+    sync::{
+        Once,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 static PRINTED: AtomicU32 = AtomicU32::new(0);
 
+thread_local! {
+    static IS_WATCHED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Counts what a watched thread prints. Called before each runtime: the first one sets a hook that
+/// calls the hook before it.
+pub(crate) fn watch() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let others = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if IS_WATCHED.get() {
+                PRINTED.fetch_add(1, Ordering::Relaxed);
+            } else {
+                others(info);
+            }
+        }));
+    });
+}
+
 /// One test, since the hook is the process's.
 #[test]
 fn a_panic_is_a_code_and_is_printed_only_if_it_is_somebody_elses() {
-    // Of this thread alone: other tests print their panics as ever.
-    let (here, others) = (thread::current().id(), panic::take_hook());
-    panic::set_hook(Box::new(move |info| {
-        if thread::current().id() == here {
-            PRINTED.fetch_add(1, Ordering::Relaxed);
-        } else {
-            others(info);
-        }
-    }));
+    watch();
+    IS_WATCHED.set(true);
     let options = aq_runtime_options {
         size: size_of::<aq_runtime_options>(),
         driver: AQ_DRIVER_SIM,
@@ -48,7 +64,6 @@ fn a_panic_is_a_code_and_is_printed_only_if_it_is_somebody_elses() {
     let printed = PRINTED.load(Ordering::Relaxed);
     let theirs = panic::catch_unwind(|| panic!("not ours")).is_err();
     let after = PRINTED.load(Ordering::Relaxed);
-    drop(panic::take_hook());
     assert_eq!((printed, theirs, after), (0, true, 1));
     assert_eq!(aq_runtime_destroy(runtime), Status::Ok as i32);
 }

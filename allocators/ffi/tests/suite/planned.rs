@@ -29,6 +29,7 @@ fn create(plan: &CStr) -> (i32, aq_runtime) {
         ..Default::default()
     };
     let mut runtime = 0;
+    crate::panics::watch();
     // SAFETY: 1. Of this version, with its size, and a text of this function's caller. 2. A local.
     let status = unsafe { aq_runtime_create(&raw const options, &raw mut runtime) };
     (status, runtime)
