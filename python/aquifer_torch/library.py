@@ -18,7 +18,7 @@ DRIVERS = {"cuda": DRIVER_MACHINE, "sim": DRIVER_SIM, "cuda-or-sim": DRIVER_MACH
 STREAMS_UNTOLD, STREAMS_RETIRED = 0, 1
 READ, WRITE = 1, 2
 # What becomes of the contents of memory that is paused.
-KEEP_NONE, KEEP_PAGEABLE, KEEP_PINNED = 0, 1, 2
+KEEP_NONE, KEEP_PAGEABLE, KEEP_PINNED, KEEP_DISK = 0, 1, 2, 3
 # What a runtime shares with other processes.
 SHARED_DEVICES, SHARED_PINNED, SHARED_RESERVED = 1, 2, 4
 # The per cent of the peak of live bytes that a device pool may hold beyond it.
@@ -135,8 +135,9 @@ _DECLARED: dict[str, tuple[Any, list[Any]]] = {
     "aq_torch_reset": (_status, []),
     "aq_torch_region": (_status, [ctypes.c_char_p]),
     "aq_torch_pool_tag": (_status, [_int, _u64, _u64, ctypes.c_char_p]),
-    "aq_torch_pause": (_status, [_to(ctypes.c_char_p), _to(_u32), ctypes.c_size_t, _to(_u64)]),
-    "aq_torch_resume": (_status, [_to(ctypes.c_char_p), ctypes.c_size_t, _to(_u64)]),
+    "aq_torch_pause": (_status, [_to(ctypes.c_char_p), _to(_u32), ctypes.c_size_t, ctypes.c_char_p, _to(_u64)]),
+    "aq_torch_resume": (_status, [_to(ctypes.c_char_p), ctypes.c_size_t, _int, _to(_u64)]),
+    "aq_torch_backup": (_status, [_ptr, ctypes.c_size_t, _ptr, _to(_int)]),
     "aq_torch_tag": (_status, [ctypes.c_char_p, _to(_u64), _to(_int)]),
     "aq_elastic_reserve": (_status, [_u64, _u32, _u64, _to(_u64), _ptr, _to(_u64), _to(_u64)]),
     "aq_elastic_commit": (_status, [_u64, _u64, _u64]),
@@ -297,19 +298,27 @@ class Library:
         self.aq_pinned_trim(self.runtime(), device, keep, ctypes.byref(given))
         return given.value
 
-    def pause(self, keep: dict[str, int]) -> int:
+    def pause(self, keep: dict[str, int], folder: str | None = None) -> int:
         """Parks tags, with one of KEEP_... for each. Returns the bytes that went back to the devices."""
         names = (ctypes.c_char_p * len(keep))(*(name.encode() for name in keep))
         released = _u64()
-        self.aq_torch_pause(names, (_u32 * len(keep))(*keep.values()), len(keep), ctypes.byref(released))
+        at = None if folder is None else os.fsencode(folder)
+        self.aq_torch_pause(names, (_u32 * len(keep))(*keep.values()), len(keep), at, ctypes.byref(released))
         return released.value
 
-    def resume(self, tags: list[str]) -> int:
-        """Resumes tags. Returns the bytes that were taken."""
+    def resume(self, tags: list[str], retain: bool = False) -> int:
+        """Resumes tags, and frees their contents in host memory, or retains them. Returns the bytes that were taken."""
         names = (ctypes.c_char_p * len(tags))(*(name.encode() for name in tags))
         taken = _u64()
-        self.aq_torch_resume(names, len(tags), ctypes.byref(taken))
+        self.aq_torch_resume(names, len(tags), retain, ctypes.byref(taken))
         return taken.value
+
+    def backup(self, address: int, size: int, into: int) -> bool:
+        """Copies the contents that the last pause has kept of a range of device memory to host memory. Returns whether there
+        are any."""
+        found = _int()
+        self.aq_torch_backup(address, size, into, ctypes.byref(found))
+        return bool(found.value)
 
     def tag(self, tag: str) -> tuple[int, bool]:
         """The bytes of device memory that a tag holds, and whether it is paused."""

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any, Iterator
 
 from .errors import Asleep
-from .library import KEEP_NONE, KEEP_PAGEABLE, KEEP_PINNED, Library
+from .library import KEEP_DISK, KEEP_NONE, KEEP_PAGEABLE, KEEP_PINNED, Library
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +95,7 @@ class Regions:
         with self._lock:
             return list(self._open)
 
-    def pause(self, keep: dict[str, int]) -> int:
+    def pause(self, keep: dict[str, int], folder: str | None = None) -> int:
         """Parks names, all or none, with one of library.KEEP_... for each. Returns the bytes that went back to the device."""
         with self._lock:
             for name in keep:
@@ -102,15 +104,15 @@ class Regions:
             if not keep:
                 return 0
             _check_not_capturing()
-            released = _library().pause(keep)
+            released = _library().pause(keep, folder)
             _drop_workspaces()
             return released
 
-    def resume(self, names: list[str]) -> int:
+    def resume(self, names: list[str], retain: bool = False) -> int:
         """Resumes names, all or none. Returns the bytes that were taken. AquiferError AQ_ERROR_OUT_OF_MEMORY where they do not
         fit."""
         with self._lock:
-            return _library().resume(names) if names else 0
+            return _library().resume(names, retain) if names else 0
 
     def held(self, name: str) -> int:
         """Returns the bytes of device memory that a name holds: 0 while it is paused."""
@@ -138,6 +140,16 @@ def _check_not_capturing() -> None:
         return
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a graph is captured: nothing is paused until its end")
+
+
+def _warn_of_registration() -> None:
+    """NCCL registers what the collectives of a graph use, and a resume takes other memory (torch_memory_saver#88)."""
+    import torch
+
+    several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    if several and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        text = "NCCL_GRAPH_REGISTER is not 0: a graph with collectives may hang after its memory was paused"
+        warnings.warn(text, stacklevel=4)
 
 
 def _library() -> Library:
@@ -190,8 +202,8 @@ class _Use:
 def _keep(where: str | None) -> int:
     import aquifer_torch
 
-    if where is None:
-        return KEEP_NONE
+    if where in (None, "disk"):
+        return KEEP_DISK if where else KEEP_NONE
     pinned = where == "pinned" or (not where and aquifer_torch._pins())
     return KEEP_PINNED if pinned else KEEP_PAGEABLE
 
@@ -209,18 +221,24 @@ class MemorySaver:
         self._regions = Regions()
         # Of each tag the names of its memory, and where its contents go: None for nowhere, "" for wherever is best.
         self._tags: dict[str, dict[str, str | None]] = {}
+        self._folder: str | None = None
+        # Whether a resume leaves the contents in host memory until the next pause, where get_cpu_backup finds them.
+        self.retain_cpu_backup = False
 
-    def _name(self, tag: str, enable_cpu_backup: bool, backend: str | None) -> str:
+    def _name(self, tag: str, enable_cpu_backup: bool, backend: str | None, on_disk: bool = False) -> str:
         if backend not in (None, "pinned", "mmap"):
             raise ValueError(f'cpu_backup_backend={backend!r}: "pinned" or "mmap"')
         if backend is not None and not enable_cpu_backup:
             raise ValueError("cpu_backup_backend needs enable_cpu_backup=True")
+        if on_disk and enable_cpu_backup:
+            raise ValueError("enable_disk_backup and enable_cpu_backup: contents are kept in one place")
         if not tag or "\0" in tag:
             raise ValueError(f"tag={tag!r}: a text that is not empty, without zero bytes")
-        name = f"{tag} (kept{f', {backend}' if backend else ''})" if enable_cpu_backup else tag
+        where = "disk" if on_disk else (backend or "") if enable_cpu_backup else None
+        name = tag if where is None else f"{tag} (kept{where and f', {where}'})"
         if any(name in names for other, names in self._tags.items() if other != tag):
             raise ValueError(f"tag={tag!r}: {name!r} stands for contents of another tag that are kept")
-        self._tags.setdefault(tag, {})[name] = (backend or "") if enable_cpu_backup else None
+        self._tags.setdefault(tag, {})[name] = where
         return name
 
     @contextlib.contextmanager
@@ -235,11 +253,10 @@ class MemorySaver:
         else these are unspecified after a pause.
 
         Regions may be nested: the inner one counts. The contents go to pinned memory if install_pinned() was called, or for
-        cpu_backup_backend="pinned"; else to pageable memory. Asleep, while the tag is paused.
+        cpu_backup_backend="pinned"; else to pageable memory. With `enable_disk_backup` they go to files in the folder of
+        set_disk_backup_dir(), apart from blocks below 128 KiB. Asleep, while the tag is paused.
         """
-        if enable_disk_backup:
-            raise ValueError("enable_disk_backup: contents are kept in host memory alone")
-        with self._regions.enter(self._name(tag, enable_cpu_backup, cpu_backup_backend)):
+        with self._regions.enter(self._name(tag, enable_cpu_backup, cpu_backup_backend, enable_disk_backup)):
             yield
 
     @contextlib.contextmanager
@@ -264,6 +281,7 @@ class MemorySaver:
 
         if not aquifer_torch._installed:
             raise RuntimeError("graphs that can be paused need aquifer_torch.install()")
+        _warn_of_registration()
         name = self._name(tag, enable_cpu_backup, cpu_backup_backend)
         handle = torch.cuda.graph_pool_handle() if pool is None else getattr(pool, "id", pool)
         with self._regions.opened(name):
@@ -282,19 +300,26 @@ class MemorySaver:
         """Gives the memory of a tag, or of all tags, back to the device. Returns the bytes.
 
         Waits until the device is idle and the contents are on the host. From then on, until it is resumed, nothing may use the
-        tensors; they may be freed. What is paused already, and tags without tensors, are left alone. If it fails, nothing has
-        changed. RuntimeError, while a region of the tag is open; AquiferError, while a graph is captured (AQ_ERROR_CAPTURING),
-        or without host memory (AQ_ERROR_SYSTEM).
+        tensors; they may be freed, and their contents with them. What is paused already, and tags without tensors, are left
+        alone. If it fails, nothing has changed, but that retained contents may be gone. RuntimeError, while a region of the tag
+        is open; AquiferError, while a graph is captured (AQ_ERROR_CAPTURING), or without host memory or space on the disk
+        (AQ_ERROR_SYSTEM).
         """
-        return self._regions.pause({name: _keep(where) for name, where in self._of(tag).items()})
+        return self._regions.pause({name: _keep(where) for name, where in self._of(tag).items()}, self._folder)
 
     def resume(self, tag: str | None = None) -> int:
         """Takes memory for a tag, or for all tags, at the same addresses. Returns the bytes.
 
-        Waits until the contents are there. AquiferError AQ_ERROR_OUT_OF_MEMORY, if it does not fit: then all of it is still
-        paused, and can be resumed later.
+        Waits until the contents are there, then gives the host memory that they took back to the kernel, with all idle pinned
+        memory, unless `retain_cpu_backup` is set. AquiferError AQ_ERROR_OUT_OF_MEMORY, if it does not fit: then all of it is
+        still paused, and can be resumed later.
         """
-        return self._regions.resume(list(self._of(tag)))
+        taken = self._regions.resume(list(self._of(tag)), self.retain_cpu_backup)
+        if taken and not self.retain_cpu_backup:
+            library = _library()
+            for device in range(library.devices()):
+                library.trim_pinned(device)
+        return taken
 
     def is_paused(self, tag: str) -> bool:
         """Returns whether a tag is paused."""
@@ -330,5 +355,21 @@ class MemorySaver:
     def memory_margin_bytes(self, value: int) -> None:
         raise NotImplementedError("memory_margin_bytes: aquifer_torch.set_limit() bounds what a device holds")
 
-    def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor:
-        raise NotImplementedError("get_cpu_backup: the contents are kept in pieces that no tensor covers")
+    def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
+        """Returns the contents of a CUDA tensor as of the last pause, as a tensor of the CPU: while it is paused, and after a
+        resume with `retain_cpu_backup`. None, if they were not kept.
+
+        It is a copy also with `zero_copy`: the contents are in pieces. ValueError, if `x` is not contiguous or not on a GPU.
+        """
+        if not x.is_cuda or not x.is_contiguous():
+            raise ValueError(f"get_cpu_backup: x is on {x.device} with strides {x.stride()}; it must be contiguous and on a GPU")
+        import torch
+
+        copy = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        return copy if x.nbytes and _library().backup(x.data_ptr(), x.nbytes, copy.data_ptr()) else None
+
+    def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
+        """Sets the folder for contents of later pauses on disk, which is made if it is not there. It should be on a disk. Before
+        the first call it is that for temporary files (TMPDIR). OSError, if it cannot be made."""
+        os.makedirs(path, exist_ok=True)
+        self._folder = os.path.abspath(path)

@@ -3,14 +3,17 @@
 import contextlib
 import ctypes
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 import threading
 import types
+import warnings
 from unittest import mock
 
 import aquifer_torch
-from aquifer_torch import library as binding
+from aquifer_torch import library as binding, sleep
 
 
 MIB = 1 << 20
@@ -77,6 +80,10 @@ class SleepTests:
         data = ctypes.create_string_buffer(size)
         self.copy("aq_download", block, data, size, stream)
         return data.raw
+
+    def backup(self, block, size):
+        data = ctypes.create_string_buffer(size)
+        return data.raw if self.library.backup(block, size, ctypes.addressof(data)) else None
 
     def copy(self, call, block, data, size, stream):
         u64 = ctypes.c_uint64
@@ -188,7 +195,8 @@ class RegionTests(SleepTests):
         for tag in ("", "a\0b"):
             with self.assertRaises(ValueError), self.saver.region(tag):
                 self.fail("entered")
-        for wrong in ({"enable_disk_backup": True}, {"cpu_backup_backend": "tape"}, {"cpu_backup_backend": "pinned"}):
+        both = {"enable_disk_backup": True, "enable_cpu_backup": True}
+        for wrong in (both, {"cpu_backup_backend": "tape"}, {"cpu_backup_backend": "pinned"}):
             with self.assertRaises(ValueError), self.saver.region("x", **wrong):
                 self.fail("entered")
         with self.saver.region("a", enable_cpu_backup=True):
@@ -196,11 +204,15 @@ class RegionTests(SleepTests):
         with self.assertRaisesRegex(ValueError, "another tag"), self.saver.region("a (kept)"):
             self.fail("entered")
         with self.refused("AQ_ERROR_BAD_ARGUMENT"):
-            self.library.pause({"x": 3})
+            self.library.pause({"x": 4})
         with self.assertRaises(NotImplementedError):
             self.saver.memory_margin_bytes = MIB
-        with self.assertRaises(NotImplementedError):
-            self.saver.get_cpu_backup(None)
+        for is_cuda, is_contiguous in ((False, True), (True, False)):
+            x = types.SimpleNamespace(is_cuda=is_cuda, is_contiguous=lambda: is_contiguous, device="a device", stride=lambda: ())
+            with self.assertRaisesRegex(ValueError, "contiguous and on a GPU"):
+                self.saver.get_cpu_backup(x)
+        with tempfile.NamedTemporaryFile() as file, self.assertRaises(OSError):
+            self.saver.set_disk_backup_dir(file.name)
 
     # ---- pause and resume
 
@@ -215,6 +227,96 @@ class RegionTests(SleepTests):
         self.assertEqual(self.saver.pause("weights"), 0)
         self.assertGreater(self.saver.resume("weights"), 0)
         self.assertEqual((self.saver.resume("weights"), self.read(block, MIB)), (0, b"\x09" * MIB))
+        self.free(block)
+
+    PLACES = {
+        "pinned": {"enable_cpu_backup": True, "cpu_backup_backend": "pinned"},
+        "pageable": {"enable_cpu_backup": True, "cpu_backup_backend": "mmap"},
+        "disk": {"enable_disk_backup": True},
+    }
+
+    def test_contents_are_read_while_paused_and_as_long_as_they_are_retained(self):
+        for place, kept in self.PLACES.items():
+            with self.saver.region(place, **kept):
+                size = 65 * MIB if place == "pinned" else MIB
+                large, small = self.malloc(size), self.malloc(4096)
+            self.write(large, 1, size)
+            self.write(small, 2, 4096)
+            self.assertIsNone(self.backup(small, 4096), place)
+            self.saver.pause(place)
+            self.assertEqual(self.backup(small + 512, 1024), b"\x02" * 1024)
+            # The larger one is in two pieces.
+            self.assertEqual(self.backup(large, size), b"\x01" * size)
+            self.assertIsNone(self.backup(small, 4097), "it is beyond the block")
+            self.saver.retain_cpu_backup = True
+            self.saver.resume(place)
+            self.write(small, 3, 4096)
+            self.assertEqual(self.backup(small, 4096), b"\x02" * 4096, "as of the pause")
+            self.saver.retain_cpu_backup = False
+            self.saver.pause(place)
+            self.assertEqual(self.backup(small, 4096), b"\x03" * 4096)
+            self.saver.resume(place)
+            self.assertIsNone(self.backup(small, 4096))
+            self.assertEqual(self.read(large, size), b"\x01" * size)
+            self.free(large, small)
+
+    def test_host_memory_is_given_back_after_a_resume_and_on_a_free_and_disk_takes_none(self):
+        def resident():
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+        for place, kept in self.PLACES.items():
+            with self.saver.region(place, **kept):
+                # Each below the size from which malloc maps.
+                blocks = [self.malloc(2 * MIB) for _ in range(16)]
+            for block in blocks:
+                self.write(block, 5, 2 * MIB)
+            # Copies are staged in pinned memory, too.
+            self.library.trim_pinned(0)
+            before, staging = resident(), aquifer_torch.pinned_statistics(0)
+            for retains in (False, True, False):
+                self.saver.retain_cpu_backup = retains
+                self.saver.pause(place)
+                # Without the simulated device's memory.
+                away = before - resident()
+                if place == "disk":
+                    self.assertGreater(away, 24 * MIB)
+                taken = aquifer_torch.pinned_statistics(0)["requested"] - staging["requested"]
+                self.assertEqual(taken, 32 * MIB if place == "pinned" else 0)
+                self.saver.resume(place)
+                pinned = aquifer_torch.pinned_statistics(0)
+                if retains:
+                    self.assertEqual(pinned["requested"] - staging["requested"], taken)
+                else:
+                    self.assertEqual(pinned["physical"], staging["physical"])
+                    self.assertLess(resident() - before, 12 * MIB, place)
+                self.assertTrue(all(self.read(block, 512) == b"\x05" * 512 for block in blocks))
+            self.saver.pause(place)
+            self.free(*blocks)
+            self.assertEqual(aquifer_torch.pinned_statistics(0)["requested"], staging["requested"])
+            self.saver.resume(place)
+
+    def test_files_have_no_names_and_a_full_disk_refuses_the_pause(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.saver.set_disk_backup_dir(folder)
+            with self.saver.region("weights", enable_disk_backup=True):
+                block = self.malloc(3 * MIB)
+            self.write(block, 6, 3 * MIB)
+            self.saver.pause()
+            self.assertEqual(os.listdir(folder), [])
+            self.saver.resume()
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (MIB // 2, limits[1]))
+            try:
+                with self.refused("AQ_ERROR_SYSTEM"):
+                    self.saver.pause()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            self.assertEqual(os.listdir(folder), [])
+        with self.refused("AQ_ERROR_SYSTEM"):
+            self.saver.pause()
+        self.assertFalse(self.saver.is_paused("weights"))
+        self.assertEqual(self.read(block, 3 * MIB), b"\x06" * 3 * MIB)
         self.free(block)
 
     def test_a_wake_that_does_not_fit_is_refused_whole_and_fits_later(self):
@@ -336,6 +438,17 @@ class RegionTests(SleepTests):
         self.free(*made)
         graphs.end(graph, 32)
         self.saver.resume("graphs")
+
+    def test_a_graph_among_ranks_is_warned_of_what_nccl_registers(self):
+        torch = types.ModuleType("torch")
+        for ranks, variable, times in ((1, None, 0), (2, None, 1), (2, "0", 0), (2, "1", 1)):
+            torch.distributed = mock.Mock(**{"get_world_size.return_value": ranks})
+            variables = {"NCCL_GRAPH_REGISTER": variable} if variable else {}
+            with mock.patch.dict(sys.modules, torch=torch), mock.patch.dict(os.environ, variables):
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    sleep._warn_of_registration()
+            self.assertEqual(len(said), times, (ranks, variable))
 
     # ---- without install()
 

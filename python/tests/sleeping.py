@@ -141,6 +141,43 @@ def a_wake_that_does_not_fit_is_refused_whole():
     ended()
 
 
+def resident():
+    """Bytes of host memory that this process has."""
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@of("sleep", "sleep_beside")
+def contents_are_on_the_host_while_asleep_and_host_memory_is_given_back():
+    places = {
+        "pinned": {"enable_cpu_backup": True, "cpu_backup_backend": "pinned"},
+        "pageable": {"enable_cpu_backup": True, "cpu_backup_backend": "mmap"},
+        "disk": {"enable_disk_backup": True},
+    }
+    for place, kept in places.items():
+        with saver.region(place, **kept):
+            xs = [counting(8 * MIB, n) for n in range(64)]
+            half = torch.randn(3, 5, 7, device="cuda").bfloat16()
+        expected = half.cpu()
+        assert saver.get_cpu_backup(half) is None
+        before = resident()
+        for retains in (False, True, False):
+            saver.retain_cpu_backup = retains
+            saver.pause(place)
+            asleep = resident() - before
+            assert torch.equal(saver.get_cpu_backup(half, zero_copy=True), expected)
+            assert torch.equal(saver.get_cpu_backup(xs[7][5:]), torch.arange(12, 7 + MIB))
+            saver.resume(place)
+            awake = resident() - before
+            print(f"          512 MiB on {place}, {retains=}: {asleep / MIB:.0f} MiB of the host asleep, {awake / MIB:.0f} awake")
+            assert asleep <= 128 * MIB if place == "disk" else asleep >= 384 * MIB, (place, asleep)
+            assert retains or awake <= 128 * MIB, (place, awake)
+            retained = saver.get_cpu_backup(half)
+            assert torch.equal(retained, expected) if retains else retained is None
+            assert all(holds(x, n) for n, x in enumerate(xs)) and torch.equal(half.cpu(), expected)
+        del xs, half, retained
+        ended()
+
+
 @of("sleep", "sleep_beside")
 def work_that_is_queued_on_any_stream_is_done_before_the_memory_goes():
     side = torch.cuda.Stream()
@@ -354,6 +391,7 @@ def contents_go_at_the_speed_of_the_link_to_pinned_memory():
     with saver.region("moved", enable_cpu_backup=True):
         x = counting(size)
     rows = []
+    saver.retain_cpu_backup = True
     for pinned in (False, True):
         if pinned:
             aquifer_torch.install_pinned(pinned_limit=8 * GIB)
@@ -368,5 +406,6 @@ def contents_go_at_the_speed_of_the_link_to_pinned_memory():
     for pinned, n, down, up in rows:
         print(f"          {'pinned' if pinned else 'pageable':8} {'again' if n else 'first':5} pause {down:.1f} GiB/s, resume {up:.1f} GiB/s")
     del x
+    saver.retain_cpu_backup = False
     ended()
     aquifer_torch.uninstall_pinned()

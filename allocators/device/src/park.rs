@@ -235,6 +235,29 @@ impl DevicePool {
         PendingResume::begin(self.core(), memories, deadline)
     }
 
+    /// Copies the saved contents at `address` into `into`: those of the last park, while their block
+    /// is parked, and after a resume that [keeps](PendingResume::keep_saved) them. Returns whether
+    /// there are any, all of one block. Never waits for work.
+    ///
+    /// ```
+    /// use allocator_api2::alloc::Global;
+    /// use aquifer::{DeviceId, DevicePool, Park, PoolConfig, Request, Tag, sim::Sim};
+    /// let sim = Sim::h200(1);
+    /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
+    /// let (stream, tag) = (pool.stream()?, Tag::named("kept"));
+    /// let block = pool.parkable(tag)?.alloc(&stream, Request::bytes(4096))?;
+    /// # #[expect(unsafe_code, reason = "parks what nothing uses")]
+    /// // SAFETY: 1. and 2. nothing uses the block.
+    /// unsafe { pool.park(tag, Park::save_in(Global)) }?;
+    /// pool.begin_resume(tag, None)?.keep_saved().commit();
+    /// assert!(pool.read_saved(block.address() + 512, &mut [0; 1024]));
+    /// # Ok::<(), aquifer::MemoryError>(())
+    /// ```
+    #[must_use]
+    pub fn read_saved(&self, address: u64, into: &mut [u8]) -> bool {
+        self.core().feature::<SlotMemories>().read_saved(address, into)
+    }
+
     /// Returns the bytes of physical memory in parkable blocks and graph pools of this tag, with
     /// the free parts between the blocks: what parking it returns to the driver.
     #[must_use]

@@ -678,32 +678,44 @@ aq_status aq_torch_pool_tag(int device, uint64_t first, uint64_t second, const c
 #define AQ_KEEP_NONE 0     /* dropped: unspecified after the resume */
 #define AQ_KEEP_PAGEABLE 1 /* kept in pageable host memory */
 #define AQ_KEEP_PINNED 2   /* kept in pinned host memory, or in pageable if that is refused */
+#define AQ_KEEP_DISK 3     /* kept in files, apart from blocks below 128 KiB */
 
 /* Parks the memory of `count` tags on all devices: waits for the devices, keeps or drops the
  * contents as `keep` says for each tag, and returns the physical memory to the driver and to the
  * budget. All tags are parked, or none. A tag that is parked already, or that no region has used,
  * is ignored. The returned bytes are stored in `*released`, which may be null. Blocks until all of
  * it is done.
+ * The files of AQ_KEEP_DISK are in `folder`, which should be on a disk; null: in that for temporary
+ * files (TMPDIR). They have no names and end with the process. They are written out, so that their
+ * contents take no host memory that the kernel could need.
  * Until it is resumed, nothing may use the memory, not even by a launch of a graph. New blocks of
  * the tags and recorded uses are refused with AQ_ERROR_PARKED. Blocks may be freed.
  * AQ_ERROR_NULL, _BAD_ARGUMENT; _PARKED while another thread parks or resumes one of the tags;
  * _CAPTURING while a capture or a pool is open (aq_torch_pool_begin); _TIMED_OUT; _SYSTEM if there
- * is no host memory; _UNSUPPORTED on devices without virtual memory; driver errors. */
+ * is no host memory or space on the disk; _UNSUPPORTED on devices without virtual memory; driver
+ * errors. Contents that an earlier resume retained may be gone then; all else is unchanged. */
 aq_status aq_torch_pause(const char *const *tags, const uint32_t *keep, size_t count,
-                         uint64_t *released);
+                         const char *folder, uint64_t *released);
 
 /* Resumes them: takes physical memory for all of them from the budget and the driver, and copies
  * the contents back. If it does not fit, everything stays parked as it was. A tag that is not
  * parked is ignored. The bytes are stored in `*taken`, which may be null. Blocks until the contents
- * are there.
+ * are there. Host memory and files are then freed, pinned memory to its pool (aq_pinned_trim).
+ * If `retain` is not 0, they stay until the next pause or the free of their block.
  * AQ_ERROR_NULL, _BAD_ARGUMENT; _OUT_OF_MEMORY; _PARKED while another thread parks or resumes one
  * of the tags; driver errors. */
-aq_status aq_torch_resume(const char *const *tags, size_t count, uint64_t *taken);
+aq_status aq_torch_resume(const char *const *tags, size_t count, int retain, uint64_t *taken);
 
 /* Stores the bytes of physical memory that regions and graph pools of the tag hold on all devices,
  * and 1 if it is parked. `held` and `paused` may be null.
  * AQ_ERROR_NULL, _BAD_ARGUMENT. */
 aq_status aq_torch_tag(const char *tag, uint64_t *held, int *paused);
+
+/* Copies the contents of `bytes` bytes at a device address into host memory: those of the last
+ * pause, while it lasts, and after a resume that retains them. Stores 0 in `*found` if there are
+ * none, or if the range is not all in one block, otherwise 1.
+ * AQ_ERROR_NULL. */
+aq_status aq_torch_backup(const void *memory, size_t bytes, void *into, int *found);
 
 /* ---- CuPy ----------------------------------------------------------------------------------- */
 

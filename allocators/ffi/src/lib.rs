@@ -24,9 +24,11 @@
 //! | [`region`] | a thread's tag for memory that can be given back |
 //! | [`ledger`] | claims of memory that processes share |
 //! | [`sleep`] | memory that is given back while a process sleeps |
+//! | [`backup`] | where its contents are kept, and how they are read |
 //! | [`sim`] | the simulated device |
 #![expect(non_camel_case_types, reason = "names of the C interface")]
 
+pub mod backup;
 pub mod device;
 pub mod elastic;
 pub mod entry;

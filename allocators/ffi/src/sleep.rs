@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "exports functions to C, and parks what PyTorch holds")]
 
 use crate::{
+    backup::BackupMemory,
     entry::{CallResult, enter, null, write_out_if_set},
     process::default_runtime,
     region::read_tag,
@@ -10,15 +11,14 @@ use crate::{
     table::SharedRuntime,
     thread_state,
 };
-use allocator_api2::alloc::{AllocError, Allocator, Global};
-use aquifer::{MemoryError, Park, PinnedAllocator, Tag};
+use aquifer::{MemoryError, Park, Tag};
 use std::{
-    alloc::Layout,
-    collections::HashSet,
-    ffi::{c_char, c_int},
-    ptr::NonNull,
+    env,
+    ffi::{CStr, OsStr, c_char, c_int},
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
     slice,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, PoisonError},
 };
 
 /// The contents are dropped.
@@ -27,6 +27,8 @@ pub const AQ_KEEP_NONE: u32 = 0;
 pub const AQ_KEEP_PAGEABLE: u32 = 1;
 /// The contents are kept in pinned host memory, or in pageable memory where that is refused.
 pub const AQ_KEEP_PINNED: u32 = 2;
+/// The contents are kept in files.
+pub const AQ_KEEP_DISK: u32 = 3;
 
 /// Held while memory is parked or resumed.
 static SLEEP_LOCK: Mutex<()> = Mutex::new(());
@@ -51,62 +53,32 @@ unsafe fn read_tags(tags: *const *const c_char, count: usize) -> CallResult<Vec<
     names.iter().map(tag).collect()
 }
 
-/// Pinned memory, or pageable memory where that is refused.
-struct PinnedOrPageable {
-    pinned: PinnedAllocator,
-    pageable: Mutex<HashSet<usize>>,
-}
-
-impl PinnedOrPageable {
-    fn pageable(&self) -> MutexGuard<'_, HashSet<usize>> {
-        self.pageable.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-// SAFETY: 1. Each block comes from one of two allocators, and returns to that one. Blocks of the
-// pageable one are in the set as long as they live, so no block of the other one has their address.
-unsafe impl Allocator for PinnedOrPageable {
-    fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
-        if let Ok(block) = self.pinned.allocate(layout) {
-            return Ok(block);
+/// Returns how memory is parked, and where its contents go.
+fn how(
+    shared: &SharedRuntime,
+    device: usize,
+    keep: u32,
+    folder: &Path,
+) -> CallResult<(Park, Option<BackupMemory>)> {
+    let memory = match keep {
+        AQ_KEEP_NONE => None,
+        AQ_KEEP_PAGEABLE => Some(BackupMemory::new(None, None)),
+        AQ_KEEP_PINNED => {
+            let pinned = shared.runtime.pinned_near(device).allocator();
+            Some(BackupMemory::new(Some(pinned), None))
         }
-        let block = Global.allocate(layout)?;
-        self.pageable().insert(block.cast::<u8>().addr().get());
-        Ok(block)
-    }
-
-    unsafe fn deallocate(&self, start: NonNull<u8>, layout: Layout) {
-        let is_pageable = self.pageable().remove(&start.addr().get());
-        // SAFETY: 1. The block comes from this allocator, with this layout. 2. Guaranteed by the
-        // caller: nothing uses it any more.
-        unsafe {
-            if is_pageable {
-                Global.deallocate(start, layout);
-            } else {
-                self.pinned.deallocate(start, layout);
-            }
-        }
-    }
-}
-
-fn how(shared: &SharedRuntime, device: usize, keep: u32) -> CallResult<Park> {
-    let how = match keep {
-        AQ_KEEP_NONE => Park::discard(),
-        AQ_KEEP_PAGEABLE => Park::save_in(Global),
-        AQ_KEEP_PINNED => Park::save_in(PinnedOrPageable {
-            pinned: shared.runtime.pinned_near(device).allocator(),
-            pageable: Mutex::default(),
-        }),
+        AQ_KEEP_DISK => Some(BackupMemory::new(None, Some(folder.to_owned()))),
         other => {
             let text = format!(
-                "keep is {other}; it can be AQ_KEEP_NONE (0), AQ_KEEP_PAGEABLE (1) or \
-                 AQ_KEEP_PINNED (2)"
+                "keep is {other}; it can be AQ_KEEP_NONE (0), AQ_KEEP_PAGEABLE (1), \
+                 AQ_KEEP_PINNED (2) or AQ_KEEP_DISK (3)"
             );
             return Err(Failure::new(Status::BadArgument, text));
         }
     };
+    let how = memory.clone().map_or_else(Park::discard, Park::save_in);
     // PyTorch does not report on which streams a live tensor is used.
-    Ok(how.after_all_work())
+    Ok((how.after_all_work(), memory))
 }
 
 /// Returns why a tag is not parked.
@@ -127,13 +99,15 @@ fn refusal(error: MemoryError) -> Failure {
 /// # Safety
 /// 1. `tags` is null, or points to `count` texts that each end with a zero byte.
 /// 2. `keep` is null, or points to `count` numbers.
-/// 3. `released` is null, or points to a `uint64_t` that the caller may write.
-/// 4. No work that uses the memory is queued from this call on, until it is resumed.
+/// 3. `folder` is null, or points to a text that ends with a zero byte.
+/// 4. `released` is null, or points to a `uint64_t` that the caller may write.
+/// 5. No work that uses the memory is queued from this call on, until it is resumed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_torch_pause(
     tags: *const *const c_char,
     keep: *const u32,
     count: usize,
+    folder: *const c_char,
     released: *mut u64,
 ) -> aq_status {
     enter(|| {
@@ -144,23 +118,29 @@ pub unsafe extern "C" fn aq_torch_pause(
         }
         // SAFETY: 2. Guaranteed by the caller.
         let keep = if count == 0 { &[] } else { unsafe { slice::from_raw_parts(keep, count) } };
+        let folder: PathBuf = match folder.is_null() {
+            true => env::temp_dir(),
+            // SAFETY: 3. Guaranteed by the caller.
+            false => OsStr::from_bytes(unsafe { CStr::from_ptr(folder) }.to_bytes()).into(),
+        };
         let _sleep = SLEEP_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = thread_state::with(default_runtime()?, |shared| {
             let mut pending = Vec::new();
             for (device, pool) in shared.runtime.devices().iter().enumerate() {
                 for (&tag, &keep) in tags.iter().zip(keep) {
-                    let how = how(shared, device, keep)?;
+                    let (how, memory) = how(shared, device, keep, &folder)?;
                     if !pool.is_parked(tag) {
-                        // SAFETY: 1. and 2. of `DevicePool::begin_park`: 4. Guaranteed by the
+                        // SAFETY: 1. and 2. of `DevicePool::begin_park`: 5. Guaranteed by the
                         // caller.
                         let begun = unsafe { pool.begin_park(tag, how) };
                         pending.push(begun.map_err(refusal)?);
+                        memory.map_or(Ok(()), |memory| memory.sync())?;
                     }
                 }
             }
             Ok(pending.into_iter().map(|pending| pending.commit().released).sum::<u64>())
         })?;
-        // SAFETY: 3. Guaranteed by the caller.
+        // SAFETY: 4. Guaranteed by the caller.
         unsafe { write_out_if_set(released, bytes) };
         Ok(())
     })
@@ -175,6 +155,7 @@ pub unsafe extern "C" fn aq_torch_pause(
 pub unsafe extern "C" fn aq_torch_resume(
     tags: *const *const c_char,
     count: usize,
+    retain: c_int,
     taken: *mut u64,
 ) -> aq_status {
     enter(|| {
@@ -185,7 +166,8 @@ pub unsafe extern "C" fn aq_torch_resume(
             let mut pending = Vec::new();
             for pool in shared.runtime.devices() {
                 for &tag in &tags {
-                    pending.push(pool.begin_resume(tag, None)?);
+                    let begun = pool.begin_resume(tag, None)?;
+                    pending.push(if retain == 0 { begun } else { begun.keep_saved() });
                 }
             }
             Ok(pending.into_iter().map(|pending| pending.commit().taken).sum::<u64>())

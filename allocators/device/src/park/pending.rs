@@ -94,6 +94,7 @@ impl fmt::Debug for PendingPark {
 /// ```
 #[must_use = "dropping it parks everything again"]
 pub struct PendingResume {
+    keeps: bool,
     parts: Vec<(Arc<SlotMemory>, RestoredContents)>,
 }
 
@@ -103,7 +104,7 @@ impl PendingResume {
         memories: Vec<Arc<SlotMemory>>,
         until: Option<Instant>,
     ) -> Result<Self> {
-        let mut pending = Self { parts: Vec::with_capacity(memories.len()) };
+        let mut pending = Self { keeps: false, parts: Vec::with_capacity(memories.len()) };
         for memory in memories {
             if let Some(restored) = memory.begin_resume(pool, until)? {
                 pending.parts.push((memory, restored));
@@ -112,12 +113,19 @@ impl PendingResume {
         Ok(pending)
     }
 
-    /// Allows uses again, and frees the saved contents. Makes no driver call, apart from those of
+    /// Keeps the saved contents until the next park of the tag, or until their block is dropped, for
+    /// [`DevicePool::read_saved`](crate::DevicePool::read_saved).
+    pub fn keep_saved(mut self) -> Self {
+        self.keeps = true;
+        self
+    }
+
+    /// Allows uses again, and frees the saved contents, unless they are kept. Makes no driver call, apart from those of
     /// the host memory's allocator.
     pub fn commit(mut self) -> ResumeReport {
         let mut report = ResumeReport::default();
         for (memory, restored) in mem::take(&mut self.parts) {
-            memory.finish_resume(&restored, &mut report);
+            memory.finish_resume(&restored, self.keeps, &mut report);
         }
         report
     }

@@ -46,7 +46,7 @@ pub(crate) struct SlotBlock {
     pub(crate) capture: Capture,
     /// `None` as soon as its owner drops the block.
     pub(crate) watch: Option<Watch>,
-    /// Its contents when it was parked, unless they were dropped.
+    /// Its contents when it was last parked, unless they were dropped.
     pub(super) saved: Option<Arc<SavedBlock>>,
 }
 
@@ -158,6 +158,20 @@ impl SlotBlocks {
             }
         }
         over
+    }
+
+    /// Takes the contents of the last park, to be dropped outside the lock.
+    pub(super) fn take_saved(&mut self) -> Vec<Arc<SavedBlock>> {
+        self.blocks.values_mut().filter_map(|live| live.saved.take()).collect()
+    }
+
+    /// Returns the saved contents of the live block that has `bytes` bytes at `address`, and where
+    /// in them these are.
+    pub(super) fn saved_at(&self, address: u64, bytes: u64) -> Option<(Arc<SavedBlock>, u64)> {
+        let (&start, live) = self.blocks.range(..=address).next_back()?;
+        let offset = address - start;
+        let is_inside = live.bytes.checked_sub(offset).is_some_and(|rest| bytes <= rest);
+        Some((live.saved.clone().filter(|_| is_inside)?, offset))
     }
 
     /// Releases claimed slots that contain no live block.

@@ -46,6 +46,13 @@ impl SlotMemories {
         all
     }
 
+    /// Copies saved contents, if there are any.
+    pub(crate) fn read_saved(&self, address: u64, into: &mut [u8]) -> bool {
+        let mut all = self.0.all().into_iter();
+        let found = all.find_map(|memory| memory.saved_at(address, into.len() as u64));
+        found.inspect(|(saved, offset)| saved.read(*offset, into)).is_some()
+    }
+
     /// Returns an error if memory of the tag is parked.
     pub(crate) fn check_resident(&self, tag: Tag) -> Result<()> {
         let parked = self.of(tag).iter().any(|memory| memory.is_parked());

@@ -44,6 +44,10 @@ impl SlotMemory {
         self.span.charged_bytes()
     }
 
+    pub(super) fn saved_at(&self, address: u64, bytes: u64) -> Option<(Arc<SavedBlock>, u64)> {
+        self.state().slots.saved_at(address, bytes)
+    }
+
     fn mapped_ranges(&self) -> impl Iterator<Item = Range> {
         self.span.ranges().into_iter().map(|(start, len)| Range { start, len })
     }
@@ -60,7 +64,12 @@ impl SlotMemory {
         let mut how = how.clone();
         // Launches that are not reported are covered by a wait for the device alone.
         how.synchronizes |= self.state().has_untracked_launches;
-        let ranges = || self.state().slots.live_ranges();
+        let ranges = || {
+            // Not before: until now the park could be refused. Its contents may need the memory.
+            let kept = self.state().slots.take_saved();
+            drop(kept);
+            self.state().slots.live_ranges()
+        };
         saved::wait_and_save(pool, &how, &work, until, ranges).inspect_err(|_| self.abort_park())
     }
 
@@ -254,7 +263,13 @@ impl SlotMemory {
     }
 
     /// Allows uses again, after `begin_resume`, and adds to the report.
-    pub(crate) fn finish_resume(&self, restored: &RestoredContents, report: &mut ResumeReport) {
+    /// With `keeps` the blocks keep their saved contents.
+    pub(crate) fn finish_resume(
+        &self,
+        restored: &RestoredContents,
+        keeps: bool,
+        report: &mut ResumeReport,
+    ) {
         let (dedicated, kind) = (&*self.dedicated, self.kind);
         let (events, over) = {
             let slots = &mut self.state().slots;
@@ -274,8 +289,7 @@ impl SlotMemory {
             let events = slots.events(dedicated, kind, &[Action::Allocate]);
             slots.reopen(dedicated);
             // Dropped after the lock is released, by an allocator of the caller.
-            let over: Vec<_> =
-                slots.blocks.values_mut().filter_map(|live| live.saved.take()).collect();
+            let over = if keeps { Vec::new() } else { slots.take_saved() };
             (events, over)
         };
         dedicated.send(events);

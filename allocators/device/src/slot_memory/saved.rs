@@ -10,6 +10,7 @@ use aquifer_stream::{Stream, Timeline};
 use std::{
     alloc::Layout,
     ptr::NonNull,
+    slice,
     sync::{Arc, atomic::Ordering},
     time::Instant,
 };
@@ -45,6 +46,21 @@ impl SavedBlock {
     /// Returns its bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.pieces.iter().map(HostBytes::bytes).sum()
+    }
+
+    /// Copies its contents from `offset` on, which has as many bytes.
+    pub(super) fn read(&self, offset: u64, mut into: &mut [u8]) {
+        let mut skip = offset as usize;
+        for piece in &self.pieces {
+            // SAFETY: 1. the piece is allocated, and `save` has written all of it. 2. nothing
+            // writes to it any more: a block has only contents whose copies are done.
+            let all = unsafe { slice::from_raw_parts(piece.start.as_ptr(), piece.layout.size()) };
+            let from = &all[skip.min(all.len())..];
+            skip -= all.len() - from.len();
+            let (part, rest) = into.split_at_mut(from.len().min(into.len()));
+            part.copy_from_slice(&from[..part.len()]);
+            into = rest;
+        }
     }
 }
 

@@ -75,6 +75,39 @@ fn a_block_freed_while_its_resume_is_undone_is_gone_and_the_others_are_restored(
 }
 
 #[test]
+fn saved_contents_are_the_last_parks_and_are_kept_until_the_next_one_or_their_block_ends() {
+    let rig = rig(256);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tags()[0]).unwrap();
+    let contents = |address, bytes| {
+        let mut into = vec![0; bytes];
+        rig.pool.read_saved(address, &mut into).then_some(into)
+    };
+    // Of two pieces.
+    let (mut large, small) = (filled(&s, &parkable, 1, 65 << 20), filled(&s, &parkable, 2, 4096));
+    let (at, other) = (large.range().address, small.range().address);
+    let pending = begin_park(&rig, tags()[0], saved()).unwrap();
+    assert_eq!(contents(at, 1), None, "the park can still be undone");
+    pending.commit();
+    assert_eq!(contents(at + (64 << 20) - 512, 1024), Some(vec![1; 1024]));
+    assert_eq!((contents(other, 4096), contents(other + 1, 4096)), (Some(vec![2; 4096]), None));
+    drop(rig.pool.begin_resume(tags()[0], None).unwrap().keep_saved());
+    rig.pool.begin_resume(tags()[0], None).unwrap().keep_saved().commit();
+    s.fill(&mut large, 3).unwrap();
+    assert_eq!(contents(at, 1), Some(vec![1]));
+    drop(small);
+    assert_eq!(contents(other, 1), None);
+    drop(begin_park(&rig, tags()[0], Park::discard()).unwrap());
+    assert_eq!(contents(at, 1), None, "a park drops what was kept, also if it is undone");
+    begin_park(&rig, tags()[0], saved()).unwrap().commit();
+    assert_eq!(contents(at, 1), Some(vec![3]));
+    rig.pool.resume(tags()[0], None).unwrap();
+    assert_eq!(contents(at, 1), None);
+    drop((large, parkable));
+    rig.assert_empty();
+}
+
+#[test]
 fn memory_of_a_block_whose_resume_was_undone_serves_any_stream_after_its_free() {
     let rig = rig(64);
     let (s, u) = (rig.stream(), rig.stream());

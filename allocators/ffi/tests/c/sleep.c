@@ -29,22 +29,27 @@ static int paused(const char *tag) {
 
 static void refusals(void) {
     const char *tags[] = {"weights", NULL}, *broken[] = {"\xff"};
-    uint32_t keep[] = {AQ_KEEP_NONE, AQ_KEEP_NONE}, beyond[] = {AQ_KEEP_PINNED + 1};
+    uint32_t keep[] = {AQ_KEEP_NONE, AQ_KEEP_NONE}, beyond[] = {AQ_KEEP_DISK + 1};
     uint64_t bytes = 7;
-    ANSWERS(AQ_ERROR_NULL, aq_torch_pause(NULL, keep, 1, NULL));
-    ANSWERS(AQ_ERROR_NULL, aq_torch_pause(tags, NULL, 1, NULL));
-    ANSWERS(AQ_ERROR_NULL, aq_torch_pause(tags, keep, 2, &bytes));
-    ANSWERS(AQ_ERROR_NULL, aq_torch_resume(NULL, 1, NULL));
+    int found = 1;
+    ANSWERS(AQ_ERROR_NULL, aq_torch_pause(NULL, keep, 1, NULL, NULL));
+    ANSWERS(AQ_ERROR_NULL, aq_torch_pause(tags, NULL, 1, NULL, NULL));
+    ANSWERS(AQ_ERROR_NULL, aq_torch_pause(tags, keep, 2, NULL, &bytes));
+    ANSWERS(AQ_ERROR_NULL, aq_torch_resume(NULL, 1, 0, NULL));
     ANSWERS(AQ_ERROR_NULL, aq_torch_tag(NULL, NULL, NULL));
+    ANSWERS(AQ_ERROR_NULL, aq_torch_backup(tags, 1, &bytes, NULL));
+    ANSWERS(AQ_ERROR_NULL, aq_torch_backup(tags, 1, NULL, &found));
+    OK(aq_torch_backup(tags, 1, &bytes, &found));
+    CHECK(!found);
     ANSWERS(AQ_ERROR_NULL, aq_torch_pool_tag(0, 1, 1, NULL));
-    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_pause(tags, beyond, 1, &bytes));
-    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_pause(broken, keep, 1, &bytes));
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_pause(tags, beyond, 1, NULL, &bytes));
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_pause(broken, keep, 1, NULL, &bytes));
     ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_region(broken[0]));
     ANSWERS(AQ_ERROR_NO_DEVICE, aq_torch_pool_tag(9, 1, 1, "weights"));
     CHECK(bytes == 7);
-    OK(aq_torch_pause(NULL, NULL, 0, &bytes));
+    OK(aq_torch_pause(NULL, NULL, 0, NULL, &bytes));
     CHECK(bytes == 0);
-    OK(aq_torch_resume(tags, 1, &bytes));
+    OK(aq_torch_resume(tags, 1, 0, &bytes));
     CHECK(bytes == 0 && !paused("weights"));
 }
 
@@ -65,7 +70,7 @@ int main(void) {
         streams[device] = stream_of(runtime, (uint32_t)device);
         others[device] = stream_of(runtime, (uint32_t)device);
     }
-    for (uint32_t keep = AQ_KEEP_NONE; keep <= AQ_KEEP_PINNED; keep++) {
+    for (uint32_t keep = AQ_KEEP_NONE; keep <= AQ_KEEP_DISK; keep++) {
         for (int device = 0; device < 2; device++) {
             OK(aq_torch_region("weights"));
             weights[device] = take(40 * MIB, device, streams[device]);
@@ -83,15 +88,18 @@ int main(void) {
         const char *tags[] = {"weights", "cache"};
         uint32_t kept[] = {keep, AQ_KEEP_NONE};
         uint64_t before[] = {used(runtime, 0), used(runtime, 1)}, released = 0, taken = 0;
-        OK(aq_torch_pause(tags, kept, 2, &released));
+        OK(aq_torch_pause(tags, kept, 2, NULL, &released));
         CHECK(released >= 140 * MIB && paused("weights") && paused("cache"));
-        OK(aq_torch_pause(tags, kept, 2, &taken));
+        OK(aq_torch_pause(tags, kept, 2, NULL, &taken));
         CHECK(taken == 0);
         for (int device = 0; device < 2; device++) {
             uint32_t number = (uint32_t)device;
             ANSWERS(AQ_ERROR_PARKED, aq_download(runtime, number, at(weights[device]), 0, back, 1, streams[device]));
             OK(aq_sim_touch(runtime, number, streams[device], at(outside[device]), MIB, AQ_WRITE));
         }
+        int found = -1;
+        OK(aq_torch_backup((char *)weights[1] + 12345, sizeof bytes, back, &found));
+        CHECK(found == (keep != AQ_KEEP_NONE) && (!found || memcmp(back, bytes, sizeof bytes) == 0));
         OK(aq_torch_region("weights"));
         void *none = NULL;
         ANSWERS(AQ_ERROR_PARKED, aq_torch_malloc(512, 0, streams[0], &none));
@@ -101,13 +109,13 @@ int main(void) {
         void *big = take(200 * MIB, 1, streams[1]);
         uint64_t full[] = {used(runtime, 0), used(runtime, 1)};
         for (int n = 0; n < 2; n++) {
-            ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_torch_resume(tags, 2, &taken));
+            ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_torch_resume(tags, 2, 0, &taken));
             CHECK(paused("weights") && paused("cache"));
             CHECK(used(runtime, 0) == full[0] && used(runtime, 1) == full[1]);
         }
         OK(aq_torch_free(big, 0, -1, NULL));
         OK(aq_torch_reset());
-        OK(aq_torch_resume(tags, 2, &taken));
+        OK(aq_torch_resume(tags, 2, 0, &taken));
         CHECK(taken == released && !paused("weights") && !paused("cache"));
         for (int device = 0; device < 2; device++) {
             uint32_t number = (uint32_t)device;

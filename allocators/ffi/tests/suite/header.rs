@@ -14,7 +14,7 @@ use aquifer_ffi::{
         AQ_STREAMS_UNTOLD, aq_runtime_options,
     },
     sharing::AQ_TORCH_SHARE_BYTES,
-    sleep::{AQ_KEEP_NONE, AQ_KEEP_PAGEABLE, AQ_KEEP_PINNED},
+    sleep::{AQ_KEEP_DISK, AQ_KEEP_NONE, AQ_KEEP_PAGEABLE, AQ_KEEP_PINNED},
     status::Status,
 };
 use std::{
@@ -238,6 +238,7 @@ fn c_and_rust_agree_on_forms_and_numbers() {
         ("AQ_KEEP_NONE", AQ_KEEP_NONE),
         ("AQ_KEEP_PAGEABLE", AQ_KEEP_PAGEABLE),
         ("AQ_KEEP_PINNED", AQ_KEEP_PINNED),
+        ("AQ_KEEP_DISK", AQ_KEEP_DISK),
         ("AQ_TORCH_SHARE_BYTES", AQ_TORCH_SHARE_BYTES),
     ] {
         lines.insert(format!("{name} {number}"));
