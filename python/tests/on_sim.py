@@ -25,6 +25,7 @@ from aquifer_torch import host, library as binding  # noqa: E402
 from launch_on_sim import LauncherTests  # noqa: E402
 from ledger_on_sim import LedgerTests  # noqa: E402
 from placing_on_sim import PlacingTests  # noqa: E402
+from registered_on_sim import RegisteredTests  # noqa: E402
 from sleep_on_sim import RegionTests  # noqa: E402
 from vllm_on_sim import VllmTests  # noqa: E402
 
@@ -482,6 +483,10 @@ assert aquifer_torch.limit()[0] > 0
 
 class Sleep(RegionTests, OneProcess, unittest.TestCase):
     """Regions that are paused and resumed."""
+
+
+class Registered(RegisteredTests, OneProcess, unittest.TestCase):
+    """Memory that a transport registers."""
 
 
 class VllmSleep(VllmTests, OneProcess, unittest.TestCase):
