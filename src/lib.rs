@@ -35,7 +35,8 @@ pub use aquifer_core::{
 pub use aquifer_device::{
     Adopted, Block, Debugging, Dependencies, DeviceArena, DeviceBuffer, DevicePages, DevicePool,
     DeviceSlice, DeviceSliceMut, Direct, FailureCallback, Graph, GraphPool, Log, Park, Parkable,
-    PoolConfig, RangeSource, Reserved, Resource, SourcePool, StableBlock, StreamOrdered, Tenant,
+    PoolConfig, RangeSource, RegisteredDevicePool, Reserved, Resource, SourcePool, StableBlock,
+    StreamOrdered, Tenant,
 };
 pub use aquifer_driver::{Access, DeviceRange, Driver, Operand, OperandMut, RawStream, Typed};
 pub use aquifer_global::Global;
@@ -77,9 +78,10 @@ pub mod cuda {
 pub mod device {
     pub use aquifer_core::OpaqueBlock;
     pub use aquifer_device::{
-        Adoption, Announced, BrokenPromise, CANARY, Captured, Declined, Fault, Finding,
-        ForeignPages, GUARD_BYTES, MAX_ALIGN, OnFailure, POISON_ALLOCATED, POISON_FREED, PageRun,
-        ReceivedBlock, ShareError, ShareServer, SharedBlock, check_peer, conformance,
+        AddressRegistration, Adoption, Announced, BrokenPromise, CANARY, Captured, Declined, Fault,
+        Finding, ForeignPages, GUARD_BYTES, MAX_ALIGN, OnFailure, POISON_ALLOCATED, POISON_FREED,
+        PageRun, ReceivedBlock, Registrar, ShareError, ShareServer, SharedBlock, check_peer,
+        conformance,
     };
 }
 

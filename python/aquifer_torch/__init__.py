@@ -22,7 +22,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable
 
 from .elastic_memory import Elastic as elastic, KvPages
 from .errors import AlreadyInitialised, AquiferError, Asleep, CompanionError, LibraryNotFound, LibraryVersion, Uncommitted
@@ -36,6 +36,7 @@ from .library import (
     Library,
     Options,
 )
+from .registered import RegisteredMemPool, nccl
 from .sleep import MemorySaver
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ __all__ = [
     "LibraryVersion",
     "Library",
     "MemorySaver",
+    "RegisteredMemPool",
     "Uncommitted",
     "dump_snapshot",
     "elastic",
@@ -58,9 +60,11 @@ __all__ = [
     "install_pinned",
     "limit",
     "mem_pool",
+    "nccl",
     "pinned_empty",
     "pinned_limit",
     "pinned_statistics",
+    "registered_pool",
     "retire",
     "set_limit",
     "set_pinned_limit",
@@ -241,6 +245,22 @@ def mem_pool(use_on_oom: bool = False, no_split: bool = False, **settings: Any) 
     # Only what is asked for: older versions of PyTorch do not know them.
     asked = {name: True for name, wanted in (("use_on_oom", use_on_oom), ("no_split", no_split)) if wanted}
     return torch.cuda.MemPool(made.allocator(), **asked)
+
+
+def registered_pool(
+    bytes: int, register: Any = None, unregister: Callable[[Any], object] | None = None, device: torch.device | int | None = None, **settings: Any
+) -> RegisteredMemPool:
+    """A torch.cuda.MemPool for memory that a transport registers, as an object whose `pool` it is: `with` allocates in it.
+
+    It grows by chunks of `bytes`, rounded up to 2 MiB, or of a larger request: one cudaMalloc each, which never moves. A chunk is
+    registered once, and unregistered and released after its last tensor: below PyTorch's own allocator at empty_cache(), or when
+    the pool is gone. Settings are those of setup(), at the first call.
+
+    register    nccl(), or other `Functions` of C, called when the pool grows; a NIXL agent; or a function of Python that is called
+                with address and bytes when the `with` ends, or by register(), and returns a handle
+    unregister  called with that handle by the main thread, soon after the last tensor. Until then the chunk stays
+    """
+    return RegisteredMemPool(_opened(settings), bytes, register, unregister, _device(device))
 
 
 def install_pinned(pinned_limit: int | None = None, **settings: Any) -> None:

@@ -68,7 +68,8 @@ using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
     call(aq_torch_record_stream) call(aq_torch_base_alloc) call(aq_torch_reset) call(aq_torch_pool_begin)                \
     call(aq_torch_pool_end) call(aq_torch_pool_retain) call(aq_torch_pool_release) call(aq_torch_pool_uses)              \
     call(aq_torch_blocks) call(aq_torch_pool_blocks) call(aq_torch_pool_place) call(aq_torch_pool_use_on_oom)            \
-    call(aq_torch_share) call(aq_torch_receive) call(aq_torch_close) call(aq_charge) call(aq_uncharge)
+    call(aq_torch_share) call(aq_torch_receive) call(aq_torch_close) call(aq_charge) call(aq_uncharge)       \
+    call(aq_registered_has)
 
 struct Calls {
 #define AQUIFER_MEMBER(name) decltype(&::name) name;
@@ -544,7 +545,7 @@ class Segments {
    public:
     // Returns null where it does not fit.
     void* allocate(CUDAAllocator& owner, size_t bytes) {
-        const Segment segment{bytes, current_device()};
+        Segment segment{bytes, current_device()};
         const aq_status status = aq.aq_charge(runtime(), static_cast<uint32_t>(segment.device), bytes);
         if (status == AQ_ERROR_OUT_OF_BUDGET) return nullptr;
         check(status);
@@ -559,6 +560,9 @@ class Segments {
             if (aq.aq_torch_reset() == AQ_OK) memory = owner.raw_alloc(bytes);
         }
         if (memory == nullptr) return nullptr;
+        // The chunks of a registered pool count already.
+        segment.counts = aq.aq_registered_has(memory) == 0;
+        if (!segment.counts) uncharge(segment);
         const std::lock_guard<std::mutex> lock(mutex);
         segments[static_cast<const char*>(memory)] = segment;
         count.store(segments.size());
@@ -571,7 +575,7 @@ class Segments {
         count.store(segments.size());
         lock.unlock();
         owner.raw_delete(memory);
-        uncharge(segment);
+        if (segment.counts) uncharge(segment);
     }
 
     size_t number() const { return count.load(std::memory_order_relaxed); }
@@ -589,7 +593,7 @@ class Segments {
     uint64_t bytes_of(DeviceIndex device) {
         uint64_t sum = 0;
         const std::lock_guard<std::mutex> lock(mutex);
-        for (const auto& [start, segment] : segments) sum += segment.device == device ? segment.bytes : 0;
+        for (const auto& [start, segment] : segments) sum += segment.counts && segment.device == device ? segment.bytes : 0;
         return sum;
     }
 
@@ -597,6 +601,7 @@ class Segments {
     struct Segment {
         size_t bytes;
         DeviceIndex device;
+        bool counts = true;
     };
     static void uncharge(const Segment& segment) {
         const aq_status status = aq.aq_uncharge(runtime(), static_cast<uint32_t>(segment.device), segment.bytes);

@@ -158,6 +158,15 @@ def block_of(address: int) -> tuple[int, int] | None:
     return begin, size.value
 
 
+def registrar(agent: Any, device: int, backends: Sequence[str] = ()) -> tuple[Any, Any]:
+    """Returns the two functions of aquifer_torch.registered_pool() for an agent, whose metadata changes with each chunk."""
+
+    def register(address: int, size: int) -> Any:
+        return agent.register_memory([(address, size, device, "")], "VRAM", list(backends))
+
+    return register, lambda registered: agent.deregister_memory(registered, list(backends))
+
+
 class Registration:
     """One registration of arrays and tensors with an agent: CUDA tensors under aquifer_torch.install(), tensors and arrays of the
     host. It keeps them alive and in place until release(), or its last reference.

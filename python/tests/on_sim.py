@@ -26,6 +26,7 @@ from elastic_on_sim import ElasticTests, TwoProcesses  # noqa: E402
 from launch_on_sim import LauncherTests  # noqa: E402
 from ledger_on_sim import LedgerTests  # noqa: E402
 from placing_on_sim import PlacingTests  # noqa: E402
+from registered_on_sim import RegisteredTests  # noqa: E402
 from sleep_on_sim import RegionTests  # noqa: E402
 from vllm_on_sim import VllmTests  # noqa: E402
 
@@ -483,6 +484,10 @@ assert aquifer_torch.limit()[0] > 0
 
 class Sleep(RegionTests, OneProcess, unittest.TestCase):
     """Regions that are paused and resumed."""
+
+
+class Registered(RegisteredTests, OneProcess, unittest.TestCase):
+    """Memory that a transport registers."""
 
 
 class VllmSleep(VllmTests, OneProcess, unittest.TestCase):

@@ -192,6 +192,15 @@ pub enum MemoryError {
         /// The missing feature, in the driver's terms.
         feature: &'static str,
     },
+    /// A transport has refused to register memory.
+    Registration {
+        /// The first byte.
+        address: u64,
+        /// The bytes.
+        bytes: u64,
+        /// The transport's code.
+        code: i32,
+    },
     /// A wait that ended at its deadline.
     TimedOut,
     /// A global setting was set twice.
@@ -340,6 +349,9 @@ impl fmt::Display for MemoryError {
             }
             Self::Unsupported { feature } => {
                 write!(f, "not supported by the device or its driver: {feature}")
+            }
+            Self::Registration { address, bytes, code } => {
+                write!(f, "the transport refused to register {bytes} bytes at {address:#x} (its code: {code})")
             }
             Self::TimedOut => f.write_str("timed out: the deadline passed"),
             Self::AlreadySet { what, by } => {

@@ -8,6 +8,7 @@
 //! | [`DeviceBuffer`] | a block with elements of one type |
 //! | [`DeviceArena`] | a block that is allocated in parts, and reset as a whole |
 //! | [`StableBlock`] | a block at a permanent address, whose memory never moves |
+//! | [`RegisteredDevicePool`] | memory that a transport registers, in whole chunks |
 //! | [`SharedBlock`], [`ReceivedBlock`] | a block sent to another process, and its mapping there |
 //! | [`GraphPool`], [`Graph`] | memory of CUDA graphs, which is theirs while they can be launched |
 //! | [`Reserved`] | elements at permanent addresses, whose memory is committed and released |
@@ -245,6 +246,7 @@ mod pool_core;
 mod publisher;
 mod raw_table;
 mod reclaim;
+mod registered;
 mod request;
 mod reserved;
 mod resource;
@@ -279,6 +281,7 @@ pub use graphs::{Announced, Captured, Graph, GraphPool};
 pub use pages::{DevicePages, ForeignPages, PageRun};
 pub use park::{Park, ParkReport, Parkable, PendingPark, PendingResume, ResumeReport};
 pub use pool::DevicePool;
+pub use registered::{RegisteredDevicePool, Registrar};
 pub use request::MAX_ALIGN;
 pub use reserved::Reserved;
 pub use resource::Resource;

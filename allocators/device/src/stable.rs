@@ -98,7 +98,7 @@ impl DevicePool {
     #[track_caller]
     pub fn alloc_stable(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
         let _site = site::enter();
-        self.stable_block(stream, request, None, self.core().dedicated.is_plain())
+        self.stable_block(stream, request, None, self.core().dedicated.is_plain(), true)
     }
 
     /// Allocates a block whose memory never moves as one allocation of the driver (`cuMemAlloc`),
@@ -127,7 +127,14 @@ impl DevicePool {
     #[track_caller]
     pub fn alloc_stable_legacy(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
         let _site = site::enter();
-        self.stable_block(stream, request, None, true)
+        self.stable_block(stream, request, None, true, true)
+    }
+
+    /// As [`DevicePool::alloc_stable_legacy`], for parts that a validating driver is told of one by
+    /// one. New memory of the driver is every stream's at once.
+    #[track_caller]
+    pub(crate) fn alloc_chunk(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
+        self.stable_block(stream, request, None, true, false)
     }
 
     /// Like [`DevicePool::alloc_stable`], with its whole handle drawn from `held`. If `held` has
@@ -147,7 +154,7 @@ impl DevicePool {
         let bytes = self.core().dedicated.round_up(self.core().checked(request)?.size());
         let is_legacy = self.core().dedicated.is_plain();
         self.core().with_reservation(held, bytes, |funds| {
-            self.stable_block(stream, request, Some(funds), is_legacy)
+            self.stable_block(stream, request, Some(funds), is_legacy, true)
         })
     }
 
@@ -158,6 +165,7 @@ impl DevicePool {
         request: Request,
         held: Option<&Mutex<Reservation>>,
         is_legacy: bool,
+        is_told: bool,
     ) -> Result<StableBlock> {
         let core = self.core();
         let request = core.checked(request)?;
@@ -182,7 +190,7 @@ impl DevicePool {
                 dedicated.allocate_span(kind, bytes, request.alignment(), funds)
             })
         }?;
-        let mut stable = self.stable(stream, span, request, false);
+        let mut stable = self.stable(stream, span, request, false, is_told);
         stable.block.count_for_tag(of_tag);
         Ok(stable)
     }
@@ -200,6 +208,7 @@ impl DevicePool {
         span: Arc<Span>,
         request: Request,
         imported: bool,
+        is_told: bool,
     ) -> StableBlock {
         let dedicated = self.core().dedicated.clone();
         let (live, requested) = if imported { (0, 0) } else { (span.bytes, request.size()) };
@@ -215,9 +224,9 @@ impl DevicePool {
         );
         let mut block =
             self.dedicated_block(stream, &span, request.size(), request.owner(), Some(requested));
-        if imported {
-            // Another owner allocates the memory and orders its uses. A validating driver must not
-            // count it as allocated here.
+        if !is_told {
+            // Others allocate the memory and order its uses: the owner of an import, the pool of a
+            // chunk. A validating driver must not count it as allocated here.
             block.meta_mut().generation = 0;
         }
         self.core().list_for_leaks(&mut block, None);

@@ -656,6 +656,51 @@ aq_status aq_elastic_dlpack(aq_elastic elastic, void **tensor);
  * AQ_ERROR_BAD_ARGUMENT, _CLOSED. */
 aq_status aq_elastic_destroy(aq_elastic elastic);
 
+/* ---- Registered memory ---------------------------------------------------------------------- */
+
+/* Pools for torch.cuda.MemPool whose memory a transport registers, on a device of PyTorch's
+ * runtime: at most 16 at a time. A pool grows by chunks of `chunk_bytes`, rounded up to 2 MiB, or
+ * by a larger request: one allocation of the driver each, which does not move, is registered before
+ * its first part is given out, and is unregistered and released when its last part was freed. */
+
+/* Registers memory, stores a handle and returns 0, or returns a code; and ends a registration. Of
+ * the forms of ncclCommRegister and ncclCommDeregister. Called within allocations and frees. */
+typedef int (*aq_register_memory)(void *context, void *memory, size_t bytes, void **handle);
+typedef int (*aq_unregister_memory)(void *context, void *handle);
+
+/* Creates a pool. Its two functions, of the forms of aq_torch_alloc and aq_torch_free, are stored
+ * in `functions[0]` and `functions[1]`, for torch._C._cuda_customAllocator. A free waits for the
+ * stream of its allocation. Null for either of the others: nothing is called.
+ * AQ_ERROR_NULL, _NO_DEVICE; _CAPACITY if 16 pools, or all streams, are in use. */
+aq_status aq_registered_create(int device, uint64_t chunk_bytes, aq_register_memory register_memory,
+                               aq_unregister_memory unregister_memory, void *context,
+                               uint64_t *pool, const void **functions);
+
+/* Leaves registrations to the caller, for languages that must not be called within an allocation.
+ * Before the first allocation. When a chunk has no part any more, `defer(call, pool)` is called by
+ * any thread: Py_AddPendingCall is such a function. The caller unregisters the chunk and calls
+ * aq_registered_release. Until then it stays, and is not used again.
+ * AQ_ERROR_NULL, _CLOSED; _BUSY at a second call. */
+typedef int (*aq_call)(void *pool);
+typedef int (*aq_defer)(aq_call call, void *pool);
+aq_status aq_registered_defer(uint64_t pool, aq_defer defer, aq_call call);
+
+/* Stores the first chunk whose address is above `above`, and whether it waits for its release.
+ * Stores 0 if there is none. The results may be null. AQ_ERROR_CLOSED. */
+aq_status aq_registered_chunk(uint64_t pool, uint64_t above, uint64_t *address, uint64_t *bytes,
+                              int *leaving);
+
+/* Returns 1 if memory is a registered pool's, whose chunks count against the limit, else 0. */
+uint32_t aq_registered_has(const void *memory);
+
+/* Releases a chunk that the caller has unregistered (cuMemFree, which waits for the device).
+ * AQ_ERROR_CLOSED, _FOREIGN_BLOCK; _BUSY while it has parts. */
+aq_status aq_registered_release(uint64_t pool, uint64_t address);
+
+/* Refuses further allocations. The pool ends with its last chunk. Not during an allocation.
+ * AQ_ERROR_CLOSED. */
+aq_status aq_registered_destroy(uint64_t pool);
+
 /* ---- Sleep ---------------------------------------------------------------------------------- */
 
 /* Memory that is given back while the process sleeps, at addresses that stay. A thread allocates it

@@ -22,6 +22,7 @@
 //! | [`torch`] | the functions for PyTorch's pluggable allocator, and for CuPy's C function allocator |
 //! | [`fenced`] | device memory for callers that name no stream: ONNX Runtime, numba |
 //! | [`region`] | a thread's tag for memory that can be given back |
+//! | [`registered`] | memory that a transport registers, for MemPools |
 //! | [`ledger`] | claims of memory that processes share |
 //! | [`sleep`] | memory that is given back while a process sleeps |
 //! | [`backup`] | where its contents are kept, and how they are read |
@@ -39,6 +40,7 @@ pub mod ledger;
 pub mod pinned;
 mod process;
 pub mod region;
+pub mod registered;
 pub mod runtime;
 pub mod sharing;
 pub mod sim;

@@ -7,6 +7,7 @@
 pub mod agree;
 mod arena;
 mod budget;
+mod chunks;
 mod device;
 mod global;
 mod graphs;

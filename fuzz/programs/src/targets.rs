@@ -1,8 +1,8 @@
 //! The fuzz programs by name.
 
 use crate::{
-    agree, arena, budget, device, global, graphs, heap, ledger, mixed, park, pinned, placement,
-    plan, program::run, registered, share, stable, stager,
+    agree, arena, budget, chunks, device, global, graphs, heap, ledger, mixed, park, pinned,
+    placement, plan, program::run, registered, share, stable, stager,
 };
 
 /// A fuzz program and its name.
@@ -15,11 +15,12 @@ pub struct Target {
 }
 
 /// All programs, in order of their names.
-pub const TARGETS: [Target; 20] = [
+pub const TARGETS: [Target; 21] = [
     Target { name: "agree", run: agree::run },
     Target { name: "arena", run: arena::run },
     Target { name: "budget", run: run::<budget::World> },
     Target { name: "checked", run: |bytes| device::run_as(bytes, true, false) },
+    Target { name: "chunks", run: run::<chunks::World> },
     Target { name: "device", run: run::<device::World> },
     Target { name: "global", run: global::run },
     Target { name: "graphs", run: run::<graphs::World> },

@@ -48,6 +48,7 @@ fn errors() -> Vec<Error> {
         Error::OtherProcess,
         Error::OtherThread { stream: 2 },
         Error::Unsupported { feature: "virtual memory" },
+        Error::Registration { address: 0x7000_0000, bytes: 2 << 20, code: 5 },
         Error::TimedOut,
         Error::NotSet { what: "the pool of routes", by: "staging::install" },
         Error::BadSetting { name: "AQUIFER_BYPASS", value: "yes".to_owned(), expected: "0 or 1" },

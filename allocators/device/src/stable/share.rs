@@ -273,7 +273,7 @@ impl DevicePool {
         let span = dedicated
             .map_imported(BlockKind::Stable, parts, total, header.access)
             .map_err(|e| dedicated.driver_error(e))?;
-        let block = self.stable(stream, span, request, true);
+        let block = self.stable(stream, span, request, true, false);
         let ShareHeader { name, offset, bytes, access, generation, .. } = header;
         Ok(ReceivedBlock { block, name, offset, bytes, access, generation, server: None })
     }

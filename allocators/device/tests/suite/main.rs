@@ -37,6 +37,7 @@ mod peers;
 mod pressure;
 mod raw;
 mod refusals;
+mod registered;
 mod reserved;
 mod retention;
 mod served;

@@ -35,6 +35,7 @@ programs! {
     no_program_breaks_a_promise_of_arenas_and_wrappers: "arena", 400 seeds of many;
     no_program_breaks_a_promise_of_budgets: "budget", 60 seeds of |_| 1200;
     a_pool_that_checks_its_blocks_finds_nothing: "checked", 30 seeds of |_| 600;
+    no_program_breaks_a_promise_of_registered_chunks: "chunks", 120 seeds of |_| 600;
     no_program_breaks_a_promise_of_the_device_pool: "device", 120 seeds of |_| 600;
     no_program_breaks_a_promise_of_the_global_allocator: "global", 150 seeds of
         |seed| 60 + (seed as usize % 40) * 24;
