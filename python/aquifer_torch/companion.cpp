@@ -545,7 +545,7 @@ class Segments {
    public:
     // Returns null where it does not fit.
     void* allocate(CUDAAllocator& owner, size_t bytes) {
-        Segment segment{bytes, current_device()};
+        Segment segment{bytes, current_device(), true};
         const aq_status status = aq.aq_charge(runtime(), static_cast<uint32_t>(segment.device), bytes);
         if (status == AQ_ERROR_OUT_OF_BUDGET) return nullptr;
         check(status);
@@ -601,7 +601,7 @@ class Segments {
     struct Segment {
         size_t bytes;
         DeviceIndex device;
-        bool counts = true;
+        bool counts;
     };
     static void uncharge(const Segment& segment) {
         const aq_status status = aq.aq_uncharge(runtime(), static_cast<uint32_t>(segment.device), segment.bytes);
