@@ -44,6 +44,9 @@ def cupy(step):
 
 def numba(step):
     import numpy
+
+    # numba-cuda 0.30 with NumPy 2.5, which has it no more.
+    numpy.row_stack = numpy.vstack
     from numba import cuda
 
     if not hasattr(numba, "kernel"):

@@ -1,4 +1,4 @@
-//! Registered memory for PyTorch's MemPools, over the process's runtime. PyTorch's functions have no
+//! Registered memory for PyTorch's `MemPools`, over the process's runtime. PyTorch's functions have no
 //! argument for a context, so each of 16 pools has two functions of its own.
 #![expect(unsafe_code, reason = "exports functions to C, and calls those of a transport")]
 

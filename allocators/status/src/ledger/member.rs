@@ -15,7 +15,9 @@ use crate::{
     text::{cut, read_text, write_text},
 };
 use std::{
-    env, hint, process,
+    env,
+    hash::{DefaultHasher, Hash, Hasher},
+    hint, process,
     sync::{
         Mutex, MutexGuard, PoisonError,
         atomic::{
@@ -165,6 +167,7 @@ impl Share {
             share: self,
             claimed: Mutex::new(0),
             is_wishing: AtomicBool::new(false),
+            measured_at: AtomicU64::new(0),
         })
     }
 
@@ -210,6 +213,8 @@ pub struct Member {
     claimed: Mutex<u64>,
     /// Whether a thread has a wish in the slot.
     is_wishing: AtomicBool,
+    /// A hash of all claims at the last [measurement](Self::measure).
+    measured_at: AtomicU64,
 }
 
 impl Member {
@@ -478,6 +483,10 @@ impl Member {
     /// Records the use of the memory as the driver counts it, of which what is not claimed belongs
     /// to processes that are no members. `read` returns the bytes in use, or `None` if they are
     /// unknown.
+    ///
+    /// Memory is claimed before it is taken, so while claims change, less is in use than is claimed,
+    /// and the others' part seems smaller than it is. It is therefore raised at once, but lowered
+    /// only if no claim has changed since this member's measurement before.
     pub fn measure(&self, read: impl FnOnce() -> Option<u64>) {
         if !self.is_of_this_process() {
             return;
@@ -495,12 +504,22 @@ impl Member {
         // join during it are in the second look.
         let before = claimed();
         let Some(in_use) = read() else { return };
-        let most = claimed()
+        let after = claimed();
+        let mut hasher = DefaultHasher::new();
+        after.hash(&mut hasher);
+        let is_still = self.measured_at.swap(hasher.finish(), Relaxed) == hasher.finish();
+        let is_still = is_still && before == after;
+        let most = after
             .into_iter()
             .enumerate()
             .map(|(number, after)| before.get(number).map_or(after, |before| after.max(*before)));
         let unaccounted = in_use.saturating_sub(most.fold(0, u64::saturating_add));
-        put(&table.header[header::UNACCOUNTED], unaccounted, Relaxed);
+        let others = &table.header[header::UNACCOUNTED];
+        // A value that is too large is noise of another program.
+        let known = others.load(Relaxed);
+        if is_still || unaccounted > known || known > self.capacity {
+            put(others, unaccounted, Relaxed);
+        }
     }
 
     /// Returns the bytes that this member is asked to give back for the wishes of others: at most

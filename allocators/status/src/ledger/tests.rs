@@ -288,6 +288,20 @@ fn use_by_others_is_subtracted_from_the_capacity() {
 }
 
 #[test]
+fn what_is_claimed_but_not_taken_yet_does_not_hide_others_use() {
+    let scratch = Scratch::new("hidden");
+    let member = scratch.join(Share::new());
+    member.measure(|| Some(55));
+    member.claim(20).unwrap();
+    member.measure(|| Some(55));
+    assert_eq!(member.ledger().figures().unaccounted, 55);
+    member.claim(26).unwrap_err();
+    // Claims stand still, so what others use has indeed become less.
+    member.measure(|| Some(55));
+    assert_eq!(member.ledger().figures().unaccounted, 35);
+}
+
+#[test]
 fn what_moves_from_one_member_to_another_while_the_use_is_read_is_not_others_use() {
     let scratch = Scratch::new("moves");
     let (first, second) = (scratch.join(Share::new()), scratch.join(Share::new()));
