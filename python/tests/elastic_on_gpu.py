@@ -224,6 +224,8 @@ def main():
             rows.append(("an access to a released page", processes[0].stale()))
             assert "illegal memory access" in rows[-1][1], rows
             processes[0].kill()
+            # Until the driver has its memory, and the ledger has seen that.
+            time.sleep(1)
             trade(*processes[1:], lambda: figures(names(folder)[0], folder), lambda: torch.cuda.mem_get_info(0)[0], rows)
         finally:
             for process in processes:
