@@ -12,6 +12,8 @@
 //! | `occupancy` | which addresses are occupied during which part of time |
 //! | `range_set` | a set of addresses |
 //! | `search` | the search for an order of placement |
+//! | `exact` | the search for the lowest top of few blocks |
+//! | `random` | its random numbers |
 //! | `reuse` | which edges are needed, and the check that no live blocks overlap |
 //! | `cursor` | follows a plan while its program runs again, in a loop or once |
 //! | `expectation` | what a plan says about its blocks, for a cursor |
@@ -51,10 +53,12 @@
 mod block;
 mod cursor;
 mod error;
+mod exact;
 mod expectation;
 mod file;
 mod last_users;
 mod occupancy;
+mod random;
 mod range_set;
 mod reuse;
 mod search;

@@ -9,18 +9,28 @@
 //! 2. Each of them is the start of a climb: the blocks that lie above the load are promoted, mostly
 //!    to half their distance from the front, and all are placed again. A climb goes on from its
 //!    last try, which may be worse than the one before, until many tries have improved nothing.
+//! 3. For few blocks, the exact search of [`exact`] goes on from there.
+//!
+//! Should the time be too short for the first try, blocks are placed as an allocator would: each in
+//! the smallest gap when it begins.
 //!
 //! The search ends when the top is the load, which no plan is below, or when its tries or its time
 //! are spent.
 
-use crate::plan::{block::Lives, occupancy::Occupancy};
-use aquifer_core::random::SplitMix64;
-use std::time::{Duration, Instant};
+use crate::plan::{block::Lives, exact, occupancy::Occupancy, random::PlanRandom};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
 
 /// Tries of a climb without a better top after which the next climb begins.
 const PATIENCE: u32 = 32;
 /// Blocks that are placed between two looks at the clock.
 const STRIDE: usize = 1024;
+/// The most tries before an exact search.
+const TRIES: u32 = 64;
+/// Steps of an exact search for the last of these and each further try of the options.
+const STEPS: u64 = 1 << 20;
 
 /// How long a plan may be searched for.
 ///
@@ -31,9 +41,11 @@ const STRIDE: usize = 1024;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct PlanOptions {
-    /// The time after which no try is begun or continued. The first is always finished.
+    /// The time after which no try is begun or continued. If it is too short for the first, blocks
+    /// are placed in one pass over time, which is not counted.
     pub time: Duration,
-    /// The most tries. At least one is made.
+    /// The most tries. At least one is made. For up to 512 blocks, an exact search takes the place
+    /// of the 65th try and all after it, and has a million steps for the 64th and each later one.
     pub tries: u32,
     /// The seed of the random numbers.
     pub seed: u64,
@@ -42,7 +54,7 @@ pub struct PlanOptions {
 impl Default for PlanOptions {
     /// Returns 64 tries within 4 s.
     fn default() -> Self {
-        Self { time: Duration::from_secs(4), tries: 64, seed: 1 }
+        Self { time: Duration::from_secs(4), tries: TRIES, seed: 1 }
     }
 }
 
@@ -81,13 +93,14 @@ fn promoted(place: u64, random: &mut PlanRandom) -> u64 {
 
 /// Searches for a low top. `streams` are the streams of the blocks.
 pub(crate) fn search(lives: &Lives, streams: &[u32], options: &PlanOptions) -> Placed {
+    let is_small = lives.len() <= exact::MOST;
     let mut tries = Tries {
         lives,
         occupancy: Occupancy::new(lives.len()),
         at: vec![0; lives.len()],
         best: Placed { at: Vec::new(), top: u32::MAX, tries: 0 },
         deadline: Instant::now().checked_add(options.time),
-        most: options.tries.max(1),
+        most: options.tries.clamp(1, if is_small { TRIES } else { u32::MAX }),
     };
     let first = |rank: Rank| {
         let mut order: Vec<u32> = (0..lives.len() as u32).collect();
@@ -101,18 +114,75 @@ pub(crate) fn search(lives: &Lives, streams: &[u32], options: &PlanOptions) -> P
     };
     // The largest first is the best guess, should there be time for one try only.
     for rank in [RANKS[1], RANKS[0], RANKS[2], RANKS[3], RANKS[4]] {
-        if tries.place(&first(rank)).is_none() || tries.is_over() {
-            return tries.best;
+        if tries.is_over() || tries.place(&first(rank)).is_none() {
+            break;
         }
+    }
+    if tries.best.tries == 0 {
+        return in_order(lives);
     }
     let mut random = PlanRandom::new(options.seed);
     // The orders that climbs improve most come first: the last to end, then the largest.
     for rank in RANKS.into_iter().cycle() {
-        if tries.climb(first(rank), &mut random).is_none() || tries.is_over() {
+        if tries.is_over() || tries.climb(first(rank), &mut random).is_none() {
             break;
         }
     }
+    if is_small && options.tries >= TRIES {
+        let limits = (u64::from(options.tries - TRIES + 1) * STEPS, tries.deadline);
+        let best = &mut tries.best;
+        exact::lower(lives, best.top, limits, &mut random, |top, at| {
+            (best.top, best.at) = (top, at);
+        });
+    }
     tries.best
+}
+
+/// Places each block in the smallest gap that is free when it begins.
+fn in_order(lives: &Lives) -> Placed {
+    let mut ends: Vec<u32> = (0..lives.len() as u32).collect();
+    ends.sort_unstable_by_key(|&block| lives.slots[block as usize].end);
+    let mut ends = ends.into_iter().peekable();
+    let (mut at, mut top) = (vec![0; lives.len()], 0_u32);
+    // Where gaps below the top end, by where they start; where they start, by size.
+    let (mut gaps, mut sizes) = (BTreeMap::new(), BTreeSet::new());
+    for (block, &units) in lives.units.iter().enumerate() {
+        while let Some(ended) = ends.next_if(|&b| lives.slots[b as usize].end as usize <= block) {
+            let mut start = at[ended as usize];
+            let mut end = u32::saturating_add(start, lives.units[ended as usize]);
+            if let Some((&before, _)) =
+                gaps.range(..start).next_back().filter(|gap| *gap.1 == start)
+            {
+                gaps.remove(&before);
+                sizes.remove(&(start - before, before));
+                start = before;
+            }
+            if let Some(after) = gaps.remove(&end) {
+                sizes.remove(&(after - end, end));
+                end = after;
+            }
+            gaps.insert(start, end);
+            sizes.insert((end - start, start));
+        }
+        let start = match sizes.range((units, 0)..).next().copied() {
+            Some((size, start)) => {
+                sizes.remove(&(size, start));
+                gaps.remove(&start);
+                if size > units {
+                    gaps.insert(start + units, start + size);
+                    sizes.insert((size - units, start + units));
+                }
+                start
+            }
+            None => {
+                let start = top;
+                top = top.saturating_add(units);
+                start
+            }
+        };
+        at[block] = start;
+    }
+    Placed { at, top, tries: 1 }
 }
 
 /// The tries of a search.
@@ -134,7 +204,7 @@ impl Tries<'_> {
         let mut top = 0;
         for some in order.chunks(STRIDE) {
             let late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
-            if late && self.best.tries > 0 {
+            if late {
                 return None;
             }
             for &block in some {
@@ -179,22 +249,5 @@ impl Tries<'_> {
             lowest = lowest.min(top);
         }
         Some(())
-    }
-}
-
-/// The random numbers of a search.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PlanRandom(SplitMix64);
-
-impl PlanRandom {
-    /// Creates a generator. Equal seeds give equal numbers.
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(SplitMix64::new(seed))
-    }
-
-    /// Returns a number below `bound`, or 0.
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        // The upper half of the product: the bias is below `bound` / 2^64.
-        ((u128::from(self.0.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 }

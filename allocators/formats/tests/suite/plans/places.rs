@@ -5,11 +5,12 @@ use aquifer_formats::plan::{
     MAX_BLOCK, NEVER, Plan, PlanBlock, PlanError, PlanOptions, PlannedBlock,
 };
 use proptest::{prelude::*, strategy::ValueTree, test_runner::TestRunner};
+use std::time::Duration;
 
 /// Returns options for a result that depends on no clock.
 pub(crate) fn tries(tries: u32) -> PlanOptions {
     let mut options = PlanOptions::default();
-    (options.tries, options.time) = (tries, std::time::Duration::MAX);
+    (options.tries, options.time) = (tries, Duration::MAX);
     options
 }
 
@@ -103,6 +104,43 @@ proptest! {
         let plan = Plan::make(&blocks, &tries(1)).expect("a plan");
         prop_assert_eq!(plan.top(), naive_top(&blocks, &order));
     }
+}
+
+/// No exact search is worse than the orders that it begins with, and some are better.
+#[test]
+fn an_exact_search_finds_tops_that_orders_do_not() {
+    let mut runner = TestRunner::deterministic();
+    let strategy = programs_of((1..40_u64).prop_map(|units| units * 512), 30..40);
+    let mut gained = 0;
+    for _ in 0..60 {
+        let blocks = strategy.new_tree(&mut runner).expect("a program").current();
+        let mut options = tries(64);
+        options.time = Duration::from_secs(1);
+        let exact = Plan::make(&blocks, &options).expect("a plan");
+        let orders = Plan::make(&blocks, &tries(63)).expect("a plan");
+        assert!(exact.lower_bound() <= exact.top() && exact.top() <= orders.top());
+        gained += u32::from(exact.top() < orders.top());
+    }
+    assert!(gained > 0);
+}
+
+/// The first try of so many blocks takes seconds. The pass over time that replaces it has no
+/// overlap, as `Plan::make` checks, and wastes less than what lives.
+#[test]
+fn the_time_is_kept_where_it_is_too_short_for_one_try() {
+    let block = |n: u32| PlanBlock {
+        bytes: 512 * u64::from(1 + n * 7919 % 1021),
+        first: n * 2,
+        end: n * 2 + 1 + n * 104_729 % 4001,
+        stream: 0,
+        shared: false,
+    };
+    let blocks: Vec<_> = (0..20_000).map(block).collect();
+    let mut options = PlanOptions::default();
+    options.time = Duration::ZERO;
+    let plan = Plan::make(&blocks, &options).expect("a plan");
+    assert!(plan.top() < plan.lower_bound() * 2);
+    assert_ne!(Plan::make(&blocks, &tries(1)).expect("a plan"), plan);
 }
 
 #[test]
