@@ -73,7 +73,7 @@ def nccl_registers_each_chunk_once_and_unregisters_it():
         del tensor, tensors, pool.pool
         ended(pool, "NCCL's")
         assert functions is real or len(calls) == 2 * len(chunks), calls
-        assert torch.cuda.mem_get_info()[0] >= before - 64 * MIB, (before, torch.cuda.mem_get_info())
+        assert torch.cuda.mem_get_info()[0] >= before - 100 * MIB, (before, torch.cuda.mem_get_info())
 
 
 def registered_by_log():

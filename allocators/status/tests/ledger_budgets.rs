@@ -106,6 +106,27 @@ fn a_charge_within_a_guarantee_gets_what_others_have_in_caches() {
 }
 
 #[test]
+fn others_give_back_what_a_driver_has_taken_for_itself_beyond_all_claims() {
+    let scratch = Scratch::new("driver");
+    let other = scratch.budget(Share::new());
+    let (cache, _registration) = Cache::fill(&other, 19);
+    let taken = Arc::new(AtomicU32::new(0));
+    let in_use = {
+        let (cache, taken) = (cache.clone(), taken.clone());
+        move || Some(cache.bytes() + u64::from(taken.load(Relaxed)))
+    };
+    let ledger = Ledger::open(&scratch.0, "gpu", 100).unwrap();
+    let own = Share::new().join(ledger).unwrap().budget("device 0", in_use).unwrap();
+    // The ledger has room for 5, which the driver refuses: it has taken them itself.
+    drop(own.budget().charge(5).unwrap());
+    taken.store(5, Relaxed);
+    let mut asking = own.budget().asking(None);
+    assert!(asking.for_memory(5, None, &|_| false).is_some());
+    assert_eq!(cache.bytes(), 90);
+    assert!(own.budget().charge(5).is_ok());
+}
+
+#[test]
 fn a_panic_while_the_use_is_read_does_not_end_the_thread_that_answers_others() {
     let scratch = Scratch::new("panics");
     let calls = Arc::new(AtomicU32::new(0));

@@ -16,7 +16,6 @@ use crate::ledger::{
 use aquifer_core::{
     Budget, Tag,
     budget::{CapacitySource, ClaimShortage, HeldElsewhere, HookRegistration, Offer, Reclaim},
-    event::MemoryLocation,
     panics::contain,
 };
 use std::{
@@ -47,6 +46,7 @@ const OTHERS_COST_PER_MIB: Duration = Duration::from_millis(10);
 struct BudgetClaims {
     member: Member,
     credit: Mutex<Credit>,
+    in_use: Box<dyn Fn() -> Option<u64> + Send + Sync>,
 }
 
 /// Bytes that are claimed and not yet granted by the budget.
@@ -65,6 +65,11 @@ impl BudgetClaims {
             return R::default();
         }
         work(&mut self.credit.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Measures what is in use. If that panics, it is unknown this time.
+    fn measure(&self) {
+        self.member.measure(|| contain(&self.in_use).flatten());
     }
 
     fn add_credit(&self, bytes: u64) {
@@ -148,6 +153,9 @@ impl Reclaim for BudgetClaims {
     }
 
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
+        // A driver that has refused may have taken memory for itself since the last round: what the
+        // ledger then takes for room is none.
+        self.measure();
         let most = Instant::now() + WISH_WAIT;
         let deadline = deadline.map_or(most, |deadline| deadline.min(most));
         if self.member.claim_by(bytes, deadline).is_ok() {
@@ -157,11 +165,6 @@ impl Reclaim for BudgetClaims {
 
     fn waits(&self) -> bool {
         true
-    }
-
-    /// Returns a place that no device has: claims are not what a driver lacks that refuses.
-    fn place(&self) -> Option<MemoryLocation> {
-        Some(MemoryLocation::Global)
     }
 }
 
@@ -193,18 +196,20 @@ pub struct SharedBudget {
 
 impl Member {
     /// Creates a root budget that claims from the ledger, and starts the thread that answers other
-    /// members. The thread calls `in_use` every 50 ms for the bytes of the memory that all
-    /// processes use, see [`Member::measure`]. A panic of it counts as `None`.
+    /// members. `in_use` returns the bytes of the memory that all processes use, see
+    /// [`Member::measure`]. It is called every 50 ms, and before others are asked to give memory
+    /// back. A panic of it counts as `None`.
     ///
     /// # Errors
     /// [`LedgerError::NoThread`].
     pub fn budget(
         self,
         name: &'static str,
-        in_use: impl FnMut() -> Option<u64> + Send + 'static,
+        in_use: impl Fn() -> Option<u64> + Send + Sync + 'static,
     ) -> Result<SharedBudget, LedgerError> {
         let limit = self.limit();
-        let claims = Arc::new(BudgetClaims { member: self, credit: Mutex::default() });
+        let in_use = Box::new(in_use);
+        let claims = Arc::new(BudgetClaims { member: self, credit: Mutex::default(), in_use });
         let budget = Budget::shared(name, limit, claims.clone());
         let registration = budget.on_need(&claims);
         let stop = Arc::new(AtomicBool::new(false));
@@ -216,7 +221,7 @@ impl Member {
         };
         let thread = thread::Builder::new()
             .name("aq-ledger".to_owned())
-            .spawn(move || answering.run(in_use))
+            .spawn(move || answering.run())
             .map_err(|error| LedgerError::NoThread { error })?;
         Ok(SharedBudget { claims, budget, stop, thread: Some(thread) })
     }
@@ -269,7 +274,7 @@ struct Answering {
 }
 
 impl Answering {
-    fn run(self, mut in_use: impl FnMut() -> Option<u64>) {
+    fn run(self) {
         let member = &self.claims.member;
         let (mut pause, mut last_round) = (BUSY_PAUSE, None::<Instant>);
         loop {
@@ -283,8 +288,7 @@ impl Answering {
             if last_round.is_none_or(|last| last.elapsed() >= IDLE_PAUSE) {
                 last_round = Some(Instant::now());
                 member.refresh();
-                // If it panics, the bytes in use are unknown this time.
-                member.measure(|| contain(&mut in_use).flatten());
+                self.claims.measure();
                 self.claims.expire_credit();
                 member.set_reclaimable(self.budget.offered(Some(&self.registration)));
             }
