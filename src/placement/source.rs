@@ -244,7 +244,7 @@ fn device_to_wait_at(refused: &NoFit, current: Option<usize>) -> Option<usize> {
 ///
 /// Processes that [share](crate::RuntimeBuilder::shared) a device see what is held here as claims
 /// of this process. Bytes that are held and not yet allocated hide as many
-/// [unaccounted](crate::guide::sharing) ones.
+/// [unaccounted](crate::guide::sharing) ones, once claims stand still.
 ///
 /// See [`Policy::place_in`] for an example.
 #[derive(Debug)]
