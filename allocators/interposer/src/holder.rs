@@ -320,11 +320,7 @@ fn join(
     let in_use = move || Some(capacity.saturating_sub(nvml::free(address.as_deref()?)?));
     let joined = Ledger::open(folder, &memory.to_string(), capacity)
         .and_then(|ledger| share.join(ledger))
-        .and_then(|member| {
-            // The first request comes before the thread's first measurement.
-            member.measure(&in_use);
-            member.budget("the device of all processes", in_use)
-        });
+        .and_then(|member| member.budget("the device of all processes", in_use));
     joined.inspect_err(|error| guest::report(&format!("memory is not shared: {error}"))).ok()
 }
 

@@ -197,8 +197,8 @@ pub struct SharedBudget {
 impl Member {
     /// Creates a root budget that claims from the ledger, and starts the thread that answers other
     /// members. `in_use` returns the bytes of the memory that all processes use, see
-    /// [`Member::measure`]. It is called every 50 ms, and before others are asked to give memory
-    /// back. A panic of it counts as `None`.
+    /// [`Member::measure`]. It is called at once, every 50 ms, and before others are asked to give
+    /// memory back. A panic of it counts as `None`.
     ///
     /// # Errors
     /// [`LedgerError::NoThread`].
@@ -210,6 +210,8 @@ impl Member {
         let limit = self.limit();
         let in_use = Box::new(in_use);
         let claims = Arc::new(BudgetClaims { member: self, credit: Mutex::default(), in_use });
+        // The first claim may come before the thread's first round.
+        claims.measure();
         let budget = Budget::shared(name, limit, claims.clone());
         let registration = budget.on_need(&claims);
         let stop = Arc::new(AtomicBool::new(false));
