@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "exports functions to C, and maps memory and files")]
 
 use crate::{
-    entry::{CallResult, enter, require, write_out},
+    entry::{CallResult, enter, lock, require, write_out},
     process::default_runtime,
     status::aq_status,
     thread_state,
@@ -28,7 +28,7 @@ use std::{
     ptr::{self, NonNull},
     slice,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -53,7 +53,7 @@ impl BackupMemory {
     }
 
     fn unpinned(&self) -> MutexGuard<'_, HashMap<usize, Layout>> {
-        self.unpinned.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.unpinned)
     }
 
     /// Writes blocks of files to the disk (`msync`), and takes them out of this process' resident

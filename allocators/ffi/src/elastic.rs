@@ -1,13 +1,13 @@
 //! Device addresses whose pages get memory, and lose it again.
 //!
-//! A reservation is a number, as a runtime is. It ends with its destruction, or with the last tensor
-//! over its addresses if that is later. Calls for one reservation run one after another: its lock is
-//! held by a commit that waits for room. Nothing that gives room takes this lock.
+//! A reservation is a number, as a runtime is. It ends with its destruction, or with the last
+//! tensor over its addresses if that is later. Calls for one reservation run one after another: its
+//! lock is held by a commit that waits for room. Nothing that gives room takes this lock.
 #![expect(unsafe_code, reason = "exports functions to C, and tensors in DLPack's form")]
 
 use crate::{
     device::handle,
-    entry::{CallResult, enter, null, require, write_out, write_out_if_set},
+    entry::{CallResult, enter, lock, require, write_out, write_out_if_set},
     runtime::aq_runtime,
     status::{Failure, Status, aq_status},
     thread_state,
@@ -20,7 +20,7 @@ use std::{
     ptr::{self, with_exposed_provenance_mut},
     slice,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicU64, Ordering},
     },
     time::Instant,
@@ -39,7 +39,7 @@ struct Elastic {
 
 impl Elastic {
     fn lock(&self) -> MutexGuard<'_, Reserved<u8>> {
-        self.reserved.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.reserved)
     }
 }
 
@@ -56,7 +56,7 @@ static ALL: Mutex<BTreeMap<aq_elastic, Arc<Elastic>>> = Mutex::new(BTreeMap::new
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 fn all() -> MutexGuard<'static, BTreeMap<aq_elastic, Arc<Elastic>>> {
-    ALL.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&ALL)
 }
 
 fn find(elastic: aq_elastic) -> CallResult<Arc<Elastic>> {
@@ -76,8 +76,8 @@ fn range(offset: u64, bytes: u64) -> Range<usize> {
     offset as usize..offset.saturating_add(bytes) as usize
 }
 
-/// Gives idle pages of a device back until its pool holds at most `keep` bytes, as far as their work
-/// is done and no other thread uses their reservation. Returns the bytes.
+/// Gives idle pages of a device back until its pool holds at most `keep` bytes, as far as their
+/// work is done and no other thread uses their reservation. Returns the bytes.
 pub(crate) fn release_idle(runtime: aq_runtime, device: u32, pool: &DevicePool, keep: u64) -> u64 {
     let all: Vec<_> = all().values().cloned().collect();
     let these = all.iter().filter(|each| each.runtime == runtime && each.device == device);
@@ -93,8 +93,8 @@ pub(crate) fn release_idle(runtime: aq_runtime, device: u32, pool: &DevicePool, 
 ///
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
-/// 2. `page`, `elastic` and `address` are null, or point to `uint64_t`s that the caller may read and
-///    write.
+/// 2. `page`, `elastic` and `address` are null, or point to `uint64_t`s that the caller may read
+///    and write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_elastic_reserve(
     runtime: aq_runtime,
@@ -183,7 +183,8 @@ pub extern "C" fn aq_elastic_check(elastic: aq_elastic, offset: u64, bytes: u64)
 ///
 /// # Safety
 /// 1. `ranges` is null, or points to twice `capacity` `uint64_t`s that the caller may write.
-/// 2. `count` and `idle` are null, or point to a `size_t` and a `uint64_t` that the caller may write.
+/// 2. `count` and `idle` are null, or point to a `size_t` and a `uint64_t` that the caller may
+///    write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_elastic_committed(
     elastic: aq_elastic,
@@ -200,9 +201,7 @@ pub unsafe extern "C" fn aq_elastic_committed(
             (reserved.committed(), reserved.idle_bytes())
         };
         if capacity > 0 {
-            if ranges.is_null() {
-                return Err(null("ranges"));
-            }
+            require(ranges, "ranges")?;
             // SAFETY: 1. Guaranteed by the caller.
             let to = unsafe { slice::from_raw_parts_mut(ranges.cast::<[u64; 2]>(), capacity) };
             for (to, range) in to.iter_mut().zip(&found) {

@@ -10,7 +10,7 @@ use std::{
     ffi::{CStr, CString, c_char},
     mem::ManuallyDrop,
     panic::{self, AssertUnwindSafe},
-    sync::Once,
+    sync::{Mutex, MutexGuard, Once, PoisonError},
 };
 
 /// The interface's major version. It changes when something existing changes or is removed.
@@ -121,6 +121,11 @@ pub(crate) unsafe fn write_out_if_set<T>(to: *mut T, value: T) {
 #[inline]
 pub(crate) fn require<T>(to: *mut T, name: &'static str) -> CallResult {
     if to.is_null() { Err(null(name)) } else { Ok(()) }
+}
+
+/// Locks a mutex, also after a panic of a call that held it.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cold]

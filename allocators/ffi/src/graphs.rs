@@ -6,7 +6,7 @@
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
-    entry::{CallResult, enter, require, write_out},
+    entry::{CallResult, enter, lock, require, write_out},
     process::{default_runtime, device_of, remember_device},
     region,
     runtime::aq_runtime,
@@ -18,7 +18,7 @@ use std::{
     collections::HashMap,
     ffi::{c_char, c_int, c_void},
     ptr::{null_mut, with_exposed_provenance_mut},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
 };
 
 /// Returns whether work on a stream belongs to the pool.
@@ -97,7 +97,7 @@ type PoolKey = (aq_runtime, u32, u64, u64);
 static POOLS: Mutex<Option<HashMap<PoolKey, TorchPool>>> = Mutex::new(None);
 
 fn pools() -> MutexGuard<'static, Option<HashMap<PoolKey, TorchPool>>> {
-    POOLS.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&POOLS)
 }
 
 fn key(device: c_int, first: u64, second: u64) -> CallResult<PoolKey> {

@@ -6,7 +6,7 @@
 
 use crate::{
     device::{handle, inside_block},
-    entry::{CallResult, enter, null, require, write_out, write_out_if_set},
+    entry::{CallResult, enter, lock, null, require, write_out, write_out_if_set},
     runtime::aq_runtime,
     status::{Failure, aq_status},
     thread_state,
@@ -18,7 +18,7 @@ use std::{
     collections::HashMap,
     ffi::c_void,
     ptr::NonNull,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock},
 };
 
 /// A live block.
@@ -32,7 +32,7 @@ struct PinnedBlock {
 static BLOCKS: OnceLock<Mutex<HashMap<usize, PinnedBlock>>> = OnceLock::new();
 
 fn blocks() -> MutexGuard<'static, HashMap<usize, PinnedBlock>> {
-    BLOCKS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+    lock(BLOCKS.get_or_init(Mutex::default))
 }
 
 /// Returns the failure for an address at which no block begins.

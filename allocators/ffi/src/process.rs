@@ -3,7 +3,7 @@
 #![expect(unsafe_code, reason = "reads the text of the options")]
 
 use crate::{
-    entry::CallResult,
+    entry::{CallResult, lock},
     runtime::{AQ_DRIVER_MACHINE, AQ_STREAMS_RETIRED, aq_runtime, aq_runtime_options},
     status::{Failure, Status},
     table, thread_state,
@@ -11,7 +11,7 @@ use crate::{
 use std::{
     ffi::c_int,
     sync::{
-        Mutex, PoisonError,
+        Mutex,
         atomic::{AtomicU8, AtomicU64, Ordering},
     },
 };
@@ -38,7 +38,7 @@ pub(crate) fn default_runtime() -> CallResult<aq_runtime> {
 /// 1. The options' `ledger_folder` is null, or a zero-terminated text.
 #[cold]
 pub(crate) unsafe fn create_runtime(options: Option<aq_runtime_options>) -> CallResult<aq_runtime> {
-    let _guard = CREATE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+    let _guard = lock(&CREATE_LOCK);
     let before = RUNTIME.load(Ordering::Acquire);
     if before != 0 {
         let explicit = options.is_some();

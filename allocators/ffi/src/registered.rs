@@ -1,10 +1,10 @@
-//! Registered memory for PyTorch's `MemPools`, over the process's runtime. PyTorch's functions have no
-//! argument for a context, so each of 16 pools has two functions of its own.
+//! Registered memory for PyTorch's `MemPools`, over the process's runtime. PyTorch's functions have
+//! no argument for a context, so each of 16 pools has two functions of its own.
 #![expect(unsafe_code, reason = "exports functions to C, and calls those of a transport")]
 
 use crate::{
     device::handle,
-    entry::{CallResult, enter, null, require, write_out, write_out_if_set},
+    entry::{CallResult, enter, lock, null, require, write_out, write_out_if_set},
     process::{default_runtime, device_of},
     runtime::aq_runtime,
     status::{Failure, Status, aq_status},
@@ -19,7 +19,7 @@ use std::{
     ffi::{c_int, c_void},
     ptr::{null_mut, with_exposed_provenance_mut},
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
@@ -70,10 +70,6 @@ enum ChunkState {
     Unregistered,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Registrar for Transport {
     type Handle = usize;
 
@@ -81,8 +77,8 @@ impl Registrar for Transport {
         let DeviceRange { address, bytes, .. } = memory.range();
         let (mut handle, context) = (null_mut(), with_exposed_provenance_mut(self.context));
         let start = with_exposed_provenance_mut(address as usize);
-        // SAFETY: 1. Guaranteed by the caller of `aq_registered_create`. 2. The memory does not move
-        // until `unregister`. 3. A local.
+        // SAFETY: 1. Guaranteed by the caller of `aq_registered_create`. 2. The memory does not
+        // move until `unregister`. 3. A local.
         let registered = self
             .register
             .map_or(0, |f| unsafe { f(context, start, bytes as usize, &raw mut handle) });
@@ -282,8 +278,8 @@ pub unsafe extern "C" fn aq_registered_defer(
 /// Returns the first chunk above an address.
 ///
 /// # Safety
-/// 1. `address`, `bytes` and `leaving` are null, or point to a `uint64_t` each and an `int` that the
-///    caller may write.
+/// 1. `address`, `bytes` and `leaving` are null, or point to a `uint64_t` each and an `int` that
+///    the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_registered_chunk(
     pool: u64,

@@ -9,7 +9,7 @@
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
-    entry::{CallResult, enter, require, write_out},
+    entry::{CallResult, enter, lock, require, write_out},
     graphs::{aq_torch_block, live_blocks},
     process::{default_runtime, device_of},
     runtime::aq_runtime,
@@ -27,7 +27,7 @@ use std::{
     process,
     ptr::with_exposed_provenance_mut,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU32, AtomicUsize, Ordering},
     },
     time::Duration,
@@ -74,10 +74,6 @@ struct ServerName {
 struct ShareHandle {
     server: ServerName,
     number: u64,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ServerName {

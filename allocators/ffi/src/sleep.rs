@@ -4,7 +4,7 @@
 
 use crate::{
     backup::BackupMemory,
-    entry::{CallResult, enter, null, write_out_if_set},
+    entry::{CallResult, enter, lock, null, write_out_if_set},
     process::default_runtime,
     region::read_tag,
     status::{Failure, Status, aq_status},
@@ -18,7 +18,7 @@ use std::{
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
     slice,
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
 };
 
 /// The contents are dropped.
@@ -123,7 +123,7 @@ pub unsafe extern "C" fn aq_torch_pause(
             // SAFETY: 3. Guaranteed by the caller.
             false => OsStr::from_bytes(unsafe { CStr::from_ptr(folder) }.to_bytes()).into(),
         };
-        let _sleep = SLEEP_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+        let _sleep = lock(&SLEEP_LOCK);
         let bytes = thread_state::with(default_runtime()?, |shared| {
             let mut pending = Vec::new();
             for (device, pool) in shared.runtime.devices().iter().enumerate() {
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn aq_torch_resume(
     enter(|| {
         // SAFETY: 1. Guaranteed by the caller.
         let tags = unsafe { read_tags(tags, count) }?;
-        let _sleep = SLEEP_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+        let _sleep = lock(&SLEEP_LOCK);
         let bytes = thread_state::with(default_runtime()?, |shared| {
             let mut pending = Vec::new();
             for pool in shared.runtime.devices() {

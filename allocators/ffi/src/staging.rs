@@ -9,7 +9,7 @@
 
 use crate::{
     device::{foreign_block, handle},
-    entry::{CallResult, enter, enter_with, null, require, write_out},
+    entry::{CallResult, enter, enter_with, lock, null, require, write_out},
     runtime::aq_runtime,
     status::{Failure, Status, aq_status},
     table::SharedRuntime,
@@ -28,7 +28,7 @@ use std::{
     ptr::NonNull,
     slice,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -127,7 +127,7 @@ static TICKETS: OnceLock<Mutex<HashMap<aq_ticket, Transfer>>> = OnceLock::new();
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 fn tickets() -> MutexGuard<'static, HashMap<aq_ticket, Transfer>> {
-    TICKETS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+    lock(TICKETS.get_or_init(Mutex::default))
 }
 
 fn watch(ticket: aq_ticket) -> CallResult<Option<Staged>> {

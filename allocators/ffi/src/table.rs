@@ -12,7 +12,7 @@
 #![expect(unsafe_code, reason = "takes the streams of C in")]
 
 use crate::{
-    entry::CallResult,
+    entry::{CallResult, lock},
     status::{Failure, Status},
 };
 use aquifer::{
@@ -23,7 +23,7 @@ use std::{
     collections::HashMap,
     fmt,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock,
+        Arc, Mutex, OnceLock, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
@@ -80,16 +80,13 @@ struct DeviceState {
     /// thread-local state, and to the pool as long as it has memory of theirs.
     streams: Mutex<HashMap<u64, Stream>>,
     stager: OnceLock<Stager>,
-    /// The stream that blocks of callers without streams are allocated for. No work is queued there.
+    /// The stream that blocks of callers without streams are allocated for. No work is queued
+    /// there.
     unused: OnceLock<Stream>,
     /// Memory of regions, by tag.
     parkable: Mutex<HashMap<Tag, Parkable>>,
     /// Memory that the caller allocates itself.
     charged: Mutex<Option<Charge>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Open runtimes, and closed ones with live blocks.

@@ -10,7 +10,7 @@
 
 use crate::{
     device::{allocate, free, handle},
-    entry::{CallResult, enter, require, write_out},
+    entry::{CallResult, enter, lock, require, write_out},
     graphs,
     process::{
         create_runtime, default_runtime, device_of, find_device, likely_device, remember_device,
@@ -27,7 +27,7 @@ use std::{
     ffi::{c_int, c_void},
     ptr::{null_mut, with_exposed_provenance_mut},
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Mutex, MutexGuard,
         atomic::{AtomicUsize, Ordering},
     },
 };
@@ -45,7 +45,7 @@ struct RecordedUses {
 }
 
 fn recorded() -> MutexGuard<'static, Option<HashMap<u64, RecordedUses>>> {
-    RECORDED.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&RECORDED)
 }
 
 /// Creates the process's runtime with these options, before PyTorch's first allocation.
