@@ -351,7 +351,11 @@ impl fmt::Display for MemoryError {
                 write!(f, "not supported by the device or its driver: {feature}")
             }
             Self::Registration { address, bytes, code } => {
-                write!(f, "the transport refused to register {bytes} bytes at {address:#x} (its code: {code})")
+                write!(
+                    f,
+                    "the transport refused to register {bytes} bytes at {address:#x} (its code: \
+                     {code})"
+                )
             }
             Self::TimedOut => f.write_str("timed out: the deadline passed"),
             Self::AlreadySet { what, by } => {

@@ -235,9 +235,9 @@ impl DevicePool {
         PendingResume::begin(self.core(), memories, deadline)
     }
 
-    /// Copies the saved contents at `address` into `into`: those of the last park, while their block
-    /// is parked, and after a resume that [keeps](PendingResume::keep_saved) them. Returns whether
-    /// there are any, all of one block. Never waits for work.
+    /// Copies the saved contents at `address` into `into`: those of the last park, while their
+    /// block is parked, and after a resume that [keeps](PendingResume::keep_saved) them. Returns
+    /// whether there are any, all of one block. Never waits for work.
     ///
     /// ```
     /// use allocator_api2::alloc::Global;

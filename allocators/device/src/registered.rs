@@ -55,8 +55,8 @@ pub trait Registrar: fmt::Debug + Send + Sync + 'static {
 /// Device memory that a transport has registered: a [`Resource`](crate::Resource) whose blocks are
 /// parts of chunks and keep the pool.
 ///
-/// - A chunk is one allocation of the driver, as of [`DevicePool::alloc_stable_legacy`], charged to the
-///   device pool's budget. It is registered once, before its first part, and never moves.
+/// - A chunk is one allocation of the driver, as of [`DevicePool::alloc_stable_legacy`], charged to
+///   the device pool's budget. It is registered once, before its first part, and never moves.
 /// - The pool grows by whole chunks. A request that is larger gets a chunk of its own size.
 /// - When the last part of a chunk is free and its work is done, the chunk is unregistered and
 ///   returned to the device pool, which releases it at its next slow path or trim. None is kept:

@@ -305,17 +305,17 @@ impl<T: Pod> Reserved<T> {
         Ok(bytes)
     }
 
-    /// Marks the steps that lie wholly in `range`, as for [`Reserved::decommit`], as idle: they hold
-    /// nothing now. The contents are lost, and the elements count as uncommitted. Returns the bytes,
-    /// which stay mapped and charged until memory is needed under the same root of budgets, also by
-    /// another process that shares the device. Then they are given back, those with the highest
-    /// addresses first, and only those whose work is done. A commit before then has the same memory
-    /// again, and calls the driver only where another stream than its own has used it; one that fails
-    /// leaves the steps decommitted.
+    /// Marks the steps that lie wholly in `range`, as for [`Reserved::decommit`], as idle: they
+    /// hold nothing now. The contents are lost, and the elements count as uncommitted. Returns the
+    /// bytes, which stay mapped and charged until memory is needed under the same root of budgets,
+    /// also by another process that shares the device. Then they are given back, those with the
+    /// highest addresses first, and only those whose work is done. A commit before then has the
+    /// same memory again, and calls the driver only where another stream than its own has used it;
+    /// one that fails leaves the steps decommitted.
     ///
     /// [`Reserved::release_idle`] gives them back at once. A trim of the pool does not. Once the
-    /// pool is closed, this is a decommit. Makes no driver call, unless a stream has to be fenced at
-    /// once, and never blocks.
+    /// pool is closed, this is a decommit. Makes no driver call, unless a stream has to be fenced
+    /// at once, and never blocks.
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`].
@@ -355,8 +355,8 @@ impl<T: Pod> Reserved<T> {
         Ok(self.span.runs_in(first..first.max(end / step)))
     }
 
-    /// Ends the use of steps with memory, in the accounts. Returns their bytes, and the work that may
-    /// use them.
+    /// Ends the use of steps with memory, in the accounts. Returns their bytes, and the work that
+    /// may use them.
     fn end_use(&mut self, runs: &[Range<u64>]) -> (u64, PartsWork) {
         let bytes = runs.iter().map(|run| (run.end - run.start) * self.span.slot).sum();
         let owner_stream = self.block.home();
@@ -473,7 +473,8 @@ impl<T> Reserved<T> {
     }
 
     /// Makes the end of this wait for all work of the device: work that is not recorded may use the
-    /// memory. Its memory then goes back at the next trim, or when memory is needed. Does not block.
+    /// memory. Its memory then goes back at the next trim, or when memory is needed. Does not
+    /// block.
     pub fn outlive_device_work(&self) {
         self.span.require_synchronize();
     }

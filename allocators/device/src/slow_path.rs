@@ -1,8 +1,8 @@
 //! The slow allocation path: the steps, in order, when a stream's own cache has no room.
 //!
 //! After each step the request is tried again, and the cheapest steps come first. Steps 5 to 7 may
-//! block, step 4 to free a legacy block, and so may the wait for transfers of other threads. No lock
-//! is held over any step:
+//! block, step 4 to free a legacy block, and so may the wait for transfers of other threads. No
+//! lock is held over any step:
 //!
 //! 1. release this stream's own freed blocks that other streams have finished with;
 //! 2. record an event behind each stream whose free memory has none yet, and behind the users of

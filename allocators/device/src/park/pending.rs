@@ -113,15 +113,15 @@ impl PendingResume {
         Ok(pending)
     }
 
-    /// Keeps the saved contents until the next park of the tag, or until their block is dropped, for
-    /// [`DevicePool::read_saved`](crate::DevicePool::read_saved).
+    /// Keeps the saved contents until the next park of the tag, or until their block is dropped,
+    /// for [`DevicePool::read_saved`](crate::DevicePool::read_saved).
     pub fn keep_saved(mut self) -> Self {
         self.keeps = true;
         self
     }
 
-    /// Allows uses again, and frees the saved contents, unless they are kept. Makes no driver call, apart from those of
-    /// the host memory's allocator.
+    /// Allows uses again, and frees the saved contents, unless they are kept. Makes no driver call,
+    /// apart from those of the host memory's allocator.
     pub fn commit(mut self) -> ResumeReport {
         let mut report = ResumeReport::default();
         for (memory, restored) in mem::take(&mut self.parts) {

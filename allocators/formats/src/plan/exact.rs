@@ -4,8 +4,8 @@
 //! Learning" (ASPLOS 2024). Blocks are placed from below, depth first, and a top is asked for:
 //!
 //! - *Canonical solutions.* If there is a placement, there is one in which no block can sink. It is
-//!   found by placing blocks in ascending order of their addresses, each at the lowest one above its
-//!   placed neighbours. Blocks at the same address, and equal blocks, come in one order only.
+//!   found by placing blocks in ascending order of their addresses, each at the lowest one above
+//!   its placed neighbours. Blocks at the same address, and equal blocks, come in one order only.
 //! - *Sections.* Blocks live together in few sections of time. In each, the blocks that are not
 //!   placed stack up from the lowest address that each can still have, which bounds the top.
 //! - *Dominance.* No block begins where another one could end: that one would fit below.
@@ -242,8 +242,9 @@ impl Packing {
         Ok(false)
     }
 
-    /// Returns the lowest address at which one of the blocks can end, and the blocks in the order of
-    /// the lowest address that each can still have. Returns `None` if a section would be too high.
+    /// Returns the lowest address at which one of the blocks can end, and the blocks in the order
+    /// of the lowest address that each can still have. Returns `None` if a section would be too
+    /// high.
     fn bound(
         &mut self,
         rest: &[u32],

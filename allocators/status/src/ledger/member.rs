@@ -484,9 +484,9 @@ impl Member {
     /// to processes that are no members. `read` returns the bytes in use, or `None` if they are
     /// unknown.
     ///
-    /// Memory is claimed before it is taken, so while claims change, less is in use than is claimed,
-    /// and the others' part seems smaller than it is. It is therefore raised at once, but lowered
-    /// only if no claim has changed since this member's measurement before.
+    /// Memory is claimed before it is taken, so while claims change, less is in use than is
+    /// claimed, and the others' part seems smaller than it is. It is therefore raised at once, but
+    /// lowered only if no claim has changed since this member's measurement before.
     pub fn measure(&self, read: impl FnOnce() -> Option<u64>) {
         if !self.is_of_this_process() {
             return;
