@@ -157,7 +157,8 @@ impl World {
             modelled.member.refresh();
         }
         if let Some(first) = self.members.first() {
-            first.member.measure(|| Some(0));
+            // Others' use is lowered while claims stand still.
+            (0..2).for_each(|_| first.member.measure(|| Some(0)));
             self.noisy = false;
         }
         self.read();

@@ -41,6 +41,10 @@ regressions! {
     a_file_whose_version_is_written_again_is_no_damaged_one: "ledger" [
         (5838626569123150138, 3587),
     ];
+    noise_in_the_figure_of_others_use_is_gone_once_claims_have_stood_still: "ledger" [
+        (1082200053058387672, 5574),
+        (9824187624041739793, 4892),
+    ];
     a_small_block_may_take_a_handle_that_is_still_in_use_and_longer_than_it_needs: "device" [
         (3451306073315346828, 12499),
     ];
