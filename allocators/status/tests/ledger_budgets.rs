@@ -127,6 +127,27 @@ fn others_give_back_what_a_driver_has_taken_for_itself_beyond_all_claims() {
 }
 
 #[test]
+fn others_give_back_what_a_driver_refuses_although_it_counts_as_much_as_free() {
+    let scratch = Scratch::new("refused");
+    let other = scratch.budget(Share::new());
+    let (cache, _registration) = Cache::fill(&other, 19);
+    let ledger = Ledger::open(&scratch.0, "gpu", 100).unwrap();
+    let in_use = {
+        let cache = cache.clone();
+        move || Some(cache.bytes())
+    };
+    let own = Share::new().limit(5).join(ledger).unwrap().budget("device 0", in_use).unwrap();
+    let mut asking = own.budget().asking(None);
+    // Twice: the first 5 bytes that the other gives back are refused too.
+    for left in [90, 85] {
+        drop(own.budget().charge(5).unwrap());
+        assert!(asking.for_memory(5, None, &|_| false).is_some());
+        assert_eq!(cache.bytes(), left);
+    }
+    assert!(own.budget().charge(5).is_ok());
+}
+
+#[test]
 fn a_panic_while_the_use_is_read_does_not_end_the_thread_that_answers_others() {
     let scratch = Scratch::new("panics");
     let calls = Arc::new(AtomicU32::new(0));

@@ -153,9 +153,10 @@ impl Reclaim for BudgetClaims {
     }
 
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
-        // A driver that has refused may have taken memory for itself since the last round: what the
-        // ledger then takes for room is none.
+        // A driver that has refused may have taken memory for itself since the last round, or counts
+        // parts of pages as free: what the ledger then takes for room is none.
         self.measure();
+        self.member.count_refused(bytes);
         let most = Instant::now() + WISH_WAIT;
         let deadline = deadline.map_or(most, |deadline| deadline.min(most));
         if self.member.claim_by(bytes, deadline).is_ok() {

@@ -213,7 +213,7 @@ pub struct Member {
     claimed: Mutex<u64>,
     /// Whether a thread has a wish in the slot.
     is_wishing: AtomicBool,
-    /// A hash of all claims at the last [measurement](Self::measure).
+    /// A hash of all claims and of the others' part after the last [measurement](Self::measure).
     measured_at: AtomicU64,
 }
 
@@ -486,7 +486,7 @@ impl Member {
     ///
     /// Memory is claimed before it is taken, so while claims change, less is in use than is
     /// claimed, and the others' part seems smaller than it is. It is therefore raised at once, but
-    /// lowered only if no claim has changed since this member's measurement before.
+    /// lowered only if neither it nor a claim has changed since this member's measurement before.
     pub fn measure(&self, read: impl FnOnce() -> Option<u64>) {
         if !self.is_of_this_process() {
             return;
@@ -505,20 +505,37 @@ impl Member {
         let before = claimed();
         let Some(in_use) = read() else { return };
         let after = claimed();
-        let mut hasher = DefaultHasher::new();
-        after.hash(&mut hasher);
-        let is_still = self.measured_at.swap(hasher.finish(), Relaxed) == hasher.finish();
-        let is_still = is_still && before == after;
-        let most = after
-            .into_iter()
-            .enumerate()
-            .map(|(number, after)| before.get(number).map_or(after, |before| after.max(*before)));
-        let unaccounted = in_use.saturating_sub(most.fold(0, u64::saturating_add));
         let others = &table.header[header::UNACCOUNTED];
-        // A value that is too large is noise of another program.
         let known = others.load(Relaxed);
-        if is_still || unaccounted > known || known > self.capacity {
+        let hash = |others: u64| {
+            let mut hasher = DefaultHasher::new();
+            (&after, others).hash(&mut hasher);
+            hasher.finish()
+        };
+        let is_still = before == after && self.measured_at.load(Relaxed) == hash(known);
+        let most = after
+            .iter()
+            .enumerate()
+            .map(|(number, after)| before.get(number).map_or(*after, |before| *after.max(before)));
+        let measured = in_use.saturating_sub(most.fold(0, u64::saturating_add));
+        // A value that is too large is noise of another program.
+        let is_right = is_still || measured > known || known > self.capacity;
+        let unaccounted = if is_right { measured } else { known };
+        self.measured_at.store(hash(unaccounted), Relaxed);
+        if unaccounted != known {
             put(others, unaccounted, Relaxed);
+        }
+    }
+
+    /// Records that a driver has refused `bytes`. Of the room that the ledger has for them, so much
+    /// counts as others' use that they do not fit, until a [measurement](Self::measure) lowers it.
+    pub fn count_refused(&self, bytes: u64) {
+        let (refused, _) = self.refusal_now(bytes);
+        let free = ClaimRefused { limit: u64::MAX, ..refused }.room();
+        if self.is_of_this_process() && free >= bytes {
+            let others = &self.ledger.table().header[header::UNACCOUNTED];
+            let known = others.load(Relaxed);
+            put(others, known.saturating_add(free - bytes + 1).min(self.capacity), Relaxed);
         }
     }
 
