@@ -151,7 +151,7 @@ _DECLARED: dict[str, tuple[Any, list[Any]]] = {
     "aq_torch_close": (_status, [_ptr]),
     "aq_fenced_alloc": (_ptr, [ctypes.c_size_t]),
     "aq_fenced_free": (_status, [_ptr]),
-    "aq_registered_create": (_status, [_int, _u64, _ptr, _ptr, _ptr, _to(_u64), _to(_ptr)]),
+    "aq_registered_create": (_status, [_int, _u64, _int, _ptr, _ptr, _ptr, _to(_u64), _to(_ptr)]),
     "aq_registered_defer": (_status, [_u64, _ptr, _ptr]),
     "aq_registered_chunk": (_status, [_u64, _u64, _to(_u64), _to(_u64), _to(_int)]),
     "aq_registered_has": (_u32, [_ptr]),

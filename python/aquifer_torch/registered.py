@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 
 class Functions(NamedTuple):
     """Two C functions that register memory and end a registration, by their addresses, and their first argument: of the forms
-    of aquifer.h's aq_register_memory and aq_unregister_memory. They are called within allocations and frees."""
+    of aquifer.h's aq_register_memory and aq_unregister_memory. They are called within allocations and frees.
+
+    exported   whether a chunk is a physical handle that the transport exports, as NCCL does, and not an allocation of the driver"""
 
     register: int
     unregister: int
     context: int
+    exported: bool = False
 
 
 def nccl(group: torch.distributed.ProcessGroup | None = None) -> Functions:
@@ -51,7 +54,7 @@ def nccl(group: torch.distributed.ProcessGroup | None = None) -> Functions:
         raise RuntimeError("PyTorch has loaded no libnccl.so: pass the addresses of ncclCommRegister and ncclCommDeregister")
     library = ctypes.CDLL(sorted(loaded)[0])
     register, unregister = (ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in ("ncclCommRegister", "ncclCommDeregister"))
-    return Functions(register, unregister, communicator)
+    return Functions(register, unregister, communicator, exported=True)
 
 
 # Pools whose registrations are Python's, by number, until they have no chunk.
@@ -142,7 +145,8 @@ class RegisteredMemPool:
             register, unregister = registrar(register, device)
         called = register if isinstance(register, Functions) else Functions(0, 0, 0)
         number, functions = ctypes.c_uint64(), (ctypes.c_void_p * 2)()
-        library.aq_registered_create(device, size, called.register, called.unregister, called.context, ctypes.byref(number), functions)
+        callbacks = (called.register, called.unregister, called.context)
+        library.aq_registered_create(device, size, int(called.exported), *callbacks, ctypes.byref(number), functions)
         self._library, self._number, self.functions = library, number.value, (functions[0], functions[1])
         self._registrations = None if register is called or register is None else _Registrations(library, number.value, register, unregister)
         self._turn = threading.RLock()

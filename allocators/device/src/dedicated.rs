@@ -319,12 +319,13 @@ impl DedicatedPool {
     }
 
     /// Allocates memory for a block of `bytes`, which is rounded: one handle at addresses of its
-    /// own, or one allocation of the driver.
+    /// own that can be exported at least as `export`, or one allocation of the driver.
     pub(crate) fn allocate_span(
         &self,
         kind: BlockKind,
         bytes: u64,
         align: u64,
+        export: ExportTypes,
         funds: Funds<'_>,
     ) -> Result<Arc<Span>, HandleError> {
         debug_assert_eq!(bytes, self.round_up(bytes), "a size is not rounded");
@@ -332,7 +333,7 @@ impl DedicatedPool {
             return self.allocate_whole(kind, bytes, funds);
         }
         let charge = funds.charge(bytes).map_err(HandleError::Budget)?;
-        let handle = self.handle(charge, self.export)?;
+        let handle = self.handle(charge, export)?;
         self.map_span(kind, handle, bytes, align).map_err(HandleError::Driver)
     }
 

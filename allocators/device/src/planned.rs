@@ -82,7 +82,7 @@ pub(crate) fn open(core: &Arc<PoolCore>, plan: Arc<Plan>) -> Result<()> {
     let cursor = PlanCursor::new(Arc::unwrap_or_clone(plan));
     let (kind, dedicated) = (BlockKind::Cached, &core.dedicated);
     let bytes = dedicated.round_up(cursor.plan().top());
-    let take = |funds: Funds<'_>| dedicated.allocate_span(kind, bytes, 0, funds);
+    let take = |funds: Funds<'_>| dedicated.allocate_span(kind, bytes, 0, dedicated.export, funds);
     let span = core.with_room(kind, bytes, Tag::NONE, None, take)?;
     count(&core.counters.growths, 1);
     let memory = PlannedMemory::new(core, span, cursor);

@@ -2,7 +2,7 @@
 //! registered once and served in parts.
 //!
 //! ```text
-//!   cuMemAlloc ──▶ register ──▶ parts ──the last is free, its work is done──▶ unregister ──▶ cuMemFree
+//!   chunk ──▶ register ──▶ parts ──the last is free, its work is done──▶ unregister ──▶ the driver
 //!                                                                                └ refused: kept, tried again
 //! ```
 //!
@@ -16,9 +16,10 @@ use crate::{
         waits::{deadline, try_wait},
     },
     source::allocator::{SourceAllocator, forward_to_allocator},
+    stable::StableMemory,
 };
 use aquifer_core::{BLOCK_ALIGN, DeviceId, MemoryError, Opaque, PoolStats, Result};
-use aquifer_driver::{DeviceRange, Relaxed};
+use aquifer_driver::{DeviceRange, ExportTypes, Relaxed};
 use aquifer_heap::{Config, Heap, HeapBlock, Range};
 use aquifer_stream::Stream;
 use std::{
@@ -44,6 +45,16 @@ pub trait Registrar: fmt::Debug + Send + Sync + 'static {
     /// The transport's code. Nothing is registered.
     fn register(&self, memory: &AddressRegistration) -> Result<Self::Handle, i32>;
 
+    /// Returns how the transport exports chunks. With [`ExportTypes::NONE`] a chunk is one
+    /// `cuMemAlloc`, which the transports of [`DevicePool::alloc_stable_legacy`] accept. Otherwise
+    /// it is one physical handle with those of the types that the device supports.
+    ///
+    /// NCCL exports a handle by a file descriptor, and does not use what it cannot export: return
+    /// `ExportTypes::POSIX_FD.with_rdma()`, as `ncclMemAlloc` does.
+    fn export(&self) -> ExportTypes {
+        ExportTypes::NONE
+    }
+
     /// Ends a registration. No queued work uses the memory any more.
     ///
     /// # Errors
@@ -55,8 +66,9 @@ pub trait Registrar: fmt::Debug + Send + Sync + 'static {
 /// Device memory that a transport has registered: a [`Resource`](crate::Resource) whose blocks are
 /// parts of chunks and keep the pool.
 ///
-/// - A chunk is one allocation of the driver, as of [`DevicePool::alloc_stable_legacy`], charged to
-///   the device pool's budget. It is registered once, before its first part, and never moves.
+/// - A chunk is one allocation or one physical handle of the driver, as the [registrar
+///   chooses](Registrar::export), charged to the device pool's budget. It is registered once,
+///   before its first part, and never moves.
 /// - The pool grows by whole chunks. A request that is larger gets a chunk of its own size.
 /// - When the last part of a chunk is free and its work is done, the chunk is unregistered and
 ///   returned to the device pool, which releases it at its next slow path or trim. None is kept:
@@ -71,7 +83,7 @@ pub trait Registrar: fmt::Debug + Send + Sync + 'static {
 /// ```
 /// use aquifer::{
 ///     DeviceId, DevicePool, Opaque, PoolConfig, RegisteredDevicePool, Request,
-///     device::{AddressRegistration, Registrar}, sim::Sim,
+///     device::{AddressRegistration, Registrar}, driver::ExportTypes, sim::Sim,
 /// };
 /// #[derive(Debug)]
 /// struct Nccl; // with a communicator
@@ -82,6 +94,9 @@ pub trait Registrar: fmt::Debug + Send + Sync + 'static {
 ///     }
 ///     fn unregister(&self, _: &AddressRegistration, _: &u64) -> Result<(), i32> {
 ///         Ok(()) // ncclCommDeregister
+///     }
+///     fn export(&self) -> ExportTypes {
+///         ExportTypes::POSIX_FD.with_rdma()
 ///     }
 /// }
 /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
@@ -105,6 +120,7 @@ struct RegisteredChunks<R: Registrar> {
     /// Chunks are of a stream without work, so nothing delays their release.
     stream: Stream,
     chunk_bytes: u64,
+    memory: StableMemory,
     state: Mutex<State<R::Handle>>,
 }
 
@@ -146,7 +162,14 @@ impl<R: Registrar> RegisteredDevicePool<R> {
     pub fn new(pool: &DevicePool, chunk_bytes: u64, registrar: R) -> Result<Self> {
         let state = State { chunks: Vec::new(), pending: Vec::new(), leaving: Vec::new() };
         let (stream, state) = (pool.stream()?, Mutex::new(state));
-        let source = RegisteredChunks { registrar, pool: pool.clone(), stream, chunk_bytes, state };
+        let info = &pool.core().info;
+        let memory = match registrar.export().common(info.export_types) {
+            ExportTypes::NONE => StableMemory::Whole,
+            export => StableMemory::Mapped(export),
+        };
+        let chunks_of = pool.clone();
+        let source =
+            RegisteredChunks { registrar, pool: chunks_of, stream, chunk_bytes, memory, state };
         let (driver, streams) = (pool.driver().clone(), pool.streams().clone());
         let allocator = SourceAllocator::new(source, driver, streams, None, "registered");
         Ok(Self { allocator })
@@ -241,7 +264,7 @@ impl<R: Registrar> RegisteredChunks<R> {
     /// Registers a new chunk, and takes a part of it.
     fn grow(&self, bytes: u64) -> Result<u64> {
         let size = bytes.max(self.chunk_bytes).max(1).next_multiple_of(CHUNK_UNIT);
-        let block = self.pool.alloc_chunk(&self.stream, Request::bytes(size))?;
+        let block = self.pool.alloc_chunk(&self.stream, Request::bytes(size), self.memory)?;
         let (memory, mut heap) = (block.register(), Heap::new(Config::device()));
         let added = heap.add(Range::new(block.address(), size), 0).ok();
         let Some(part) = added.and_then(|()| heap.alloc(bytes, BLOCK_ALIGN)) else {
@@ -268,7 +291,7 @@ impl<R: Registrar> RegisteredChunks<R> {
     }
 }
 
-// SAFETY: 1. A part lies in a chunk, which is `cuMemAlloc`'s and aligned to at least `BLOCK_ALIGN`,
+// SAFETY: 1. A part lies in a chunk, which is the driver's and aligned to at least `BLOCK_ALIGN`,
 // and is live in the chunk's heap until it is free. 2. A chunk is dropped when its heap has no live
 // part. 3. A part returns to its heap when the host has seen its work done; before that it goes to
 // the stream that it belonged to, whole, and that stream waits for its other uses. 4. As 3.

@@ -30,7 +30,9 @@ use crate::{
     dedicated::{DedicatedPool, Span, SpanRelease},
 };
 use aquifer_core::{Action, DeviceId, MemoryError, Reservation, Result, Tag, event::BlockKind};
-use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, Ownership, RawStream, site};
+use aquifer_driver::{
+    Access, DeviceRange, ExportTypes, KeepAlive, Operand, Ownership, RawStream, site,
+};
 use aquifer_stream::{Account, Stream, TrackUses};
 use bytemuck::Pod;
 use std::{
@@ -68,6 +70,15 @@ pub struct StableBlock {
     dedicated: Arc<DedicatedPool>,
 }
 
+/// What a stable block's memory is.
+#[derive(Clone, Copy)]
+pub(crate) enum StableMemory {
+    /// One allocation of the driver.
+    Whole,
+    /// One physical handle that can be exported at least so.
+    Mapped(ExportTypes),
+}
+
 /// One user that keeps the address of a [`StableBlock`]. While it lives, the memory at the address
 /// stays, even if the block is freed.
 ///
@@ -98,7 +109,7 @@ impl DevicePool {
     #[track_caller]
     pub fn alloc_stable(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
         let _site = site::enter();
-        self.stable_block(stream, request, None, self.core().dedicated.is_plain(), true)
+        self.stable_block(stream, request, None, self.default_memory(), true)
     }
 
     /// Allocates a block whose memory never moves as one allocation of the driver (`cuMemAlloc`),
@@ -127,14 +138,29 @@ impl DevicePool {
     #[track_caller]
     pub fn alloc_stable_legacy(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
         let _site = site::enter();
-        self.stable_block(stream, request, None, true, true)
+        self.stable_block(stream, request, None, StableMemory::Whole, true)
     }
 
-    /// As [`DevicePool::alloc_stable_legacy`], for parts that a validating driver is told of one by
-    /// one. New memory of the driver is every stream's at once.
+    /// Allocates a block for parts that a validating driver is told of one by one. New memory of
+    /// the driver is every stream's at once.
     #[track_caller]
-    pub(crate) fn alloc_chunk(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
-        self.stable_block(stream, request, None, true, false)
+    pub(crate) fn alloc_chunk(
+        &self,
+        stream: &Stream,
+        request: Request,
+        memory: StableMemory,
+    ) -> Result<StableBlock> {
+        self.stable_block(stream, request, None, memory, false)
+    }
+
+    /// Returns the memory of stable blocks for which the settings decide.
+    fn default_memory(&self) -> StableMemory {
+        let dedicated = &self.core().dedicated;
+        if dedicated.is_plain() {
+            StableMemory::Whole
+        } else {
+            StableMemory::Mapped(dedicated.export)
+        }
     }
 
     /// Like [`DevicePool::alloc_stable`], with its whole handle drawn from `held`. If `held` has
@@ -152,9 +178,9 @@ impl DevicePool {
     ) -> Result<StableBlock> {
         let _site = site::enter();
         let bytes = self.core().dedicated.round_up(self.core().checked(request)?.size());
-        let is_legacy = self.core().dedicated.is_plain();
+        let memory = self.default_memory();
         self.core().with_reservation(held, bytes, |funds| {
-            self.stable_block(stream, request, Some(funds), is_legacy, true)
+            self.stable_block(stream, request, Some(funds), memory, true)
         })
     }
 
@@ -164,14 +190,15 @@ impl DevicePool {
         stream: &Stream,
         request: Request,
         held: Option<&Mutex<Reservation>>,
-        is_legacy: bool,
+        memory: StableMemory,
         is_told: bool,
     ) -> Result<StableBlock> {
         let core = self.core();
         let request = core.checked(request)?;
         self.check_stream(stream)?;
         let dedicated = &core.dedicated;
-        if is_legacy && request.alignment() > crate::BLOCK_ALIGN {
+        let is_whole = matches!(memory, StableMemory::Whole);
+        if is_whole && request.alignment() > crate::BLOCK_ALIGN {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
         // One deadline for the tag's limit and for the pool.
@@ -179,16 +206,19 @@ impl DevicePool {
         let of_tag = core.charge_tag(stream, &request)?;
         dedicated.reap_nonblocking();
         let (kind, owner) = (BlockKind::Stable, request.owner());
-        let span = if is_legacy {
-            let bytes = request.size().next_multiple_of(crate::BLOCK_ALIGN);
-            core.with_room(kind, bytes, owner, held, |funds| {
-                dedicated.allocate_whole(kind, bytes, funds)
-            })
-        } else {
-            let bytes = dedicated.round_up(request.size());
-            core.with_room(kind, bytes, owner, held, |funds| {
-                dedicated.allocate_span(kind, bytes, request.alignment(), funds)
-            })
+        let span = match memory {
+            StableMemory::Whole => {
+                let bytes = request.size().next_multiple_of(crate::BLOCK_ALIGN);
+                core.with_room(kind, bytes, owner, held, |funds| {
+                    dedicated.allocate_whole(kind, bytes, funds)
+                })
+            }
+            StableMemory::Mapped(export) => {
+                let bytes = dedicated.round_up(request.size());
+                core.with_room(kind, bytes, owner, held, |funds| {
+                    dedicated.allocate_span(kind, bytes, request.alignment(), export, funds)
+                })
+            }
         }?;
         let mut stable = self.stable(stream, span, request, false, is_told);
         stable.block.count_for_tag(of_tag);

@@ -50,6 +50,16 @@ impl ExportTypes {
         }
     }
 
+    /// Returns the types that are in both.
+    #[must_use]
+    pub const fn common(self, other: Self) -> Self {
+        Self {
+            posix_fd: self.posix_fd && other.posix_fd,
+            fabric: self.fabric && other.fabric,
+            rdma: self.rdma && other.rdma,
+        }
+    }
+
     /// Returns the same types with access for network cards.
     #[must_use]
     pub const fn with_rdma(self) -> Self {

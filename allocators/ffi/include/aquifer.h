@@ -660,8 +660,10 @@ aq_status aq_elastic_destroy(aq_elastic elastic);
 
 /* Pools for torch.cuda.MemPool whose memory a transport registers, on a device of PyTorch's
  * runtime: at most 16 at a time. A pool grows by chunks of `chunk_bytes`, rounded up to 2 MiB, or
- * by a larger request: one allocation of the driver each, which does not move, is registered before
- * its first part is given out, and is unregistered and released when its last part was freed. */
+ * by a larger request. A chunk does not move, is registered before its first part is given out, and
+ * is unregistered and released when its last part was freed. It is one allocation of the driver
+ * (cuMemAlloc), as UCX and legacy IPC need; or, if `exported` is not 0, one physical handle that a
+ * transport exports itself, as NCCL does, by a file descriptor and to network cards. */
 
 /* Registers memory, stores a handle and returns 0, or returns a code; and ends a registration. Of
  * the forms of ncclCommRegister and ncclCommDeregister. Called within allocations and frees. */
@@ -672,7 +674,8 @@ typedef int (*aq_unregister_memory)(void *context, void *handle);
  * in `functions[0]` and `functions[1]`, for torch._C._cuda_customAllocator. A free waits for the
  * stream of its allocation. Null for either of the others: nothing is called.
  * AQ_ERROR_NULL, _NO_DEVICE; _CAPACITY if 16 pools, or all streams, are in use. */
-aq_status aq_registered_create(int device, uint64_t chunk_bytes, aq_register_memory register_memory,
+aq_status aq_registered_create(int device, uint64_t chunk_bytes, int exported,
+                               aq_register_memory register_memory,
                                aq_unregister_memory unregister_memory, void *context,
                                uint64_t *pool, const void **functions);
 
@@ -761,16 +764,6 @@ aq_status aq_torch_tag(const char *tag, uint64_t *held, int *paused);
  * none, or if the range is not all in one block, otherwise 1.
  * AQ_ERROR_NULL. */
 aq_status aq_torch_backup(const void *memory, size_t bytes, void *into, int *found);
-
-/* ---- CuPy ----------------------------------------------------------------------------------- */
-
-/* The functions for cupy.cuda.CFunctionAllocator(stream, malloc_func, free_func, owner), over the
- * same runtime as PyTorch's. The first argument, which CuPy passes on without interpreting it, is
- * the stream: create one allocator per stream. Returns null if there is no memory, which CuPy does
- * not check: limit the requested sizes, or call aq_torch_malloc from
- * cupy.cuda.PythonFunctionAllocator and raise an error. */
-void *aq_cupy_alloc(void *stream, size_t size, int device);
-void aq_cupy_free(void *stream, void *memory, int device);
 
 /* ---- ONNX Runtime, and other callers without streams ---------------------------------------- */
 

@@ -13,6 +13,7 @@ use crate::{
 use aquifer::{
     DeviceRange, MemoryError, Opaque, RegisteredDevicePool, Request,
     device::{AddressRegistration, Registrar},
+    driver::ExportTypes,
 };
 use std::{
     collections::BTreeMap,
@@ -57,6 +58,7 @@ struct Transport {
     unregister: Option<aq_unregister_memory>,
     /// The address of the functions' first argument.
     context: usize,
+    export: ExportTypes,
     deferred: OnceLock<(aq_defer, aq_call, u64)>,
     /// Bytes and state by address.
     chunks: Mutex<BTreeMap<u64, (u64, ChunkState)>>,
@@ -89,6 +91,10 @@ impl Registrar for Transport {
             }
             code => Err(code),
         }
+    }
+
+    fn export(&self) -> ExportTypes {
+        self.export
     }
 
     fn unregister(&self, memory: &AddressRegistration, handle: &usize) -> Result<(), i32> {
@@ -218,6 +224,7 @@ fn functions(slot: usize) -> (*const c_void, *const c_void) {
 pub unsafe extern "C" fn aq_registered_create(
     device: c_int,
     chunk_bytes: u64,
+    exported: c_int,
     register_memory: Option<aq_register_memory>,
     unregister_memory: Option<aq_unregister_memory>,
     context: *mut c_void,
@@ -232,6 +239,10 @@ pub unsafe extern "C" fn aq_registered_create(
             register: register_memory,
             unregister: unregister_memory,
             context: context.expose_provenance(),
+            export: match exported {
+                0 => ExportTypes::NONE,
+                _ => ExportTypes::POSIX_FD.with_rdma(),
+            },
             deferred: OnceLock::new(),
             chunks: Mutex::default(),
         };

@@ -307,24 +307,3 @@ pub extern "C" fn aq_torch_reset() -> aq_status {
         })
     })
 }
-
-/// `malloc_func`. The parameter is the stream.
-///
-/// # Safety
-/// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aq_cupy_alloc(
-    stream: *mut c_void,
-    size: usize,
-    device: c_int,
-) -> *mut c_void {
-    // SAFETY: 1. Guaranteed by the caller. A size above `isize::MAX` becomes negative, and is
-    // refused.
-    unsafe { aq_torch_alloc(size as isize, device, stream) }
-}
-
-/// `free_func`.
-#[unsafe(no_mangle)]
-pub extern "C" fn aq_cupy_free(stream: *mut c_void, memory: *mut c_void, device: c_int) {
-    aq_torch_free(memory, 0, device, stream);
-}

@@ -7,7 +7,10 @@ use aquifer_core::MemoryError;
 use aquifer_device::{
     AddressRegistration, Block, Opaque, RegisteredDevicePool, Registrar, Request, conformance,
 };
-use aquifer_driver::sim::Sim;
+use aquifer_driver::{
+    ExportTypes,
+    sim::{Outstanding, Sim},
+};
 use aquifer_stream::Stream;
 use std::{
     collections::BTreeMap,
@@ -18,6 +21,7 @@ use std::{
 #[derive(Clone, Debug)]
 struct Transport {
     sim: Sim,
+    export: ExportTypes,
     state: Arc<Mutex<State>>,
 }
 
@@ -41,8 +45,12 @@ impl Registrar for Transport {
         state.begun += 1;
         Ok(range.address)
     }
+    fn export(&self) -> ExportTypes {
+        self.export
+    }
     fn unregister(&self, memory: &AddressRegistration, handle: &u64) -> Result<(), i32> {
-        assert!(self.sim.outstanding().allocations > 0, "the memory is released already");
+        let Outstanding { allocations, handles, .. } = self.sim.outstanding();
+        assert!(allocations + handles > 0, "the memory is released already");
         assert_eq!(memory.range().address, *handle);
         let mut state = self.state.lock().unwrap();
         if state.refuses {
@@ -61,8 +69,12 @@ struct Registered {
 
 impl Registered {
     fn on(sim: Sim, limit_mib: u64) -> Self {
+        Self::exported(ExportTypes::NONE, sim, limit_mib)
+    }
+
+    fn exported(export: ExportTypes, sim: Sim, limit_mib: u64) -> Self {
         let rig = Rig::on(sim, limit_mib, |_| ());
-        let transport = Transport { sim: rig.sim.clone(), state: Arc::default() };
+        let transport = Transport { sim: rig.sim.clone(), export, state: Arc::default() };
         let pool = RegisteredDevicePool::new(&rig.pool, 3 * MIB + 1, transport.clone()).unwrap();
         Self { rig, transport, pool }
     }
@@ -87,7 +99,8 @@ impl Registered {
         self.pool.trim(0).unwrap();
         assert_eq!((self.chunks(), self.rig.budget.used()), (vec![], 0));
         self.rig.assert_silent();
-        assert_eq!(self.rig.sim.outstanding().allocations, 0);
+        let Outstanding { allocations, handles, mappings, .. } = self.rig.sim.outstanding();
+        assert_eq!((allocations, handles, mappings), (0, 0, 0));
     }
 }
 
@@ -105,6 +118,33 @@ fn a_chunk_is_registered_once_and_a_larger_request_gets_one_of_its_size() {
     s.synchronize().unwrap();
     all.assert_ended();
     conformance(&all.pool, &[s, all.rig.stream()], 300, 7).unwrap();
+    all.assert_ended();
+}
+
+#[test]
+fn a_chunk_is_one_handle_that_the_transport_can_export_if_it_says_so() {
+    let wanted = ExportTypes::POSIX_FD.and(ExportTypes::FABRIC).with_rdma();
+    let all = Registered::exported(wanted, Sim::h200(1), 64);
+    let s = all.rig.stream();
+    let blocks = [1, 1, 5].map(|mib| all.take(&s, mib));
+    assert_eq!((all.chunks(), all.rig.budget.used()), (vec![4, 6], 10 * MIB));
+    let Outstanding { allocations, handles, mappings, .. } = all.rig.sim.outstanding();
+    assert_eq!((allocations, handles, mappings), (0, 2, 2));
+    let chunk = all.pool.chunks()[0];
+    let driver = all.rig.pool.driver();
+    assert!(!driver.is_legacy_ipc_capable(chunk.device, chunk.address).unwrap());
+    drop(blocks);
+    s.synchronize().unwrap();
+    all.assert_ended();
+    conformance(&all.pool, &[s, all.rig.stream()], 300, 7).unwrap();
+    all.assert_ended();
+    // A device that has no such memory has chunks of the other kind.
+    let all = Registered::exported(ExportTypes::FABRIC, Sim::h200(1), 64);
+    let s = all.rig.stream();
+    let block = all.take(&s, 1);
+    assert_eq!(all.rig.sim.outstanding().allocations, 1);
+    drop(block);
+    s.synchronize().unwrap();
     all.assert_ended();
 }
 

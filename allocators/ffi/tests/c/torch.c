@@ -63,12 +63,6 @@ int main(void) {
     }
     ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_torch_free(&memory, 0, -1, NULL));
 
-    memory = aq_cupy_alloc(stream, 4096, 0);
-    CHECK(memory != NULL && stats_of(runtime, 0).requested == 4096);
-    aq_cupy_free(stream, memory, 0);
-    CHECK(stats_of(runtime, 0).requested == 0);
-    CHECK(aq_cupy_alloc(stream, SIZE_MAX, 0) == NULL);
-
     size_t size = 0;
     void *tensor = aq_torch_alloc(1000, 0, stream);
     CHECK(aq_torch_base_alloc(tensor, &size) == tensor && size == 1024);
