@@ -55,7 +55,7 @@ def nccl_registers_each_chunk_once_and_unregisters_it():
         UNREGISTER(lambda context, handle: calls.append(handle) or unregister(context, handle)),
     )
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in counted]
-    for functions in (Functions(*addresses, real.context), real):
+    for functions in (Functions(*addresses, real.context, real.exported), real):
         rest()
         before, logged = torch.cuda.mem_get_info()[0], len(registered_by_log())
         pool = aquifer_torch.registered_pool(128 * MIB, register=functions)

@@ -16,6 +16,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU32, Ordering::Relaxed},
     },
+    thread,
     time::{Duration, Instant},
 };
 
@@ -39,15 +40,23 @@ impl Drop for Scratch {
     }
 }
 
-/// A cache that gives back its charges one by one.
-struct Cache(Mutex<Vec<Charge>>);
+/// A cache that gives back charges after a pause.
+struct Cache(Mutex<Vec<Charge>>, Duration);
 
 impl Cache {
     /// Fills a cache with `count` charges of 5 bytes.
     fn fill(shared: &SharedBudget, count: usize) -> (Arc<Self>, HookRegistration) {
+        Self::fill_slow(shared, count, Duration::ZERO)
+    }
+
+    fn fill_slow(
+        shared: &SharedBudget,
+        count: usize,
+        pause: Duration,
+    ) -> (Arc<Self>, HookRegistration) {
         let budget = shared.budget();
-        let cache =
-            Arc::new(Self(Mutex::new((0..count).map(|_| budget.charge(5).unwrap()).collect())));
+        let charges = (0..count).map(|_| budget.charge(5).unwrap()).collect();
+        let cache = Arc::new(Self(Mutex::new(charges), pause));
         let registration = budget.on_need(&cache);
         (cache, registration)
     }
@@ -71,6 +80,7 @@ impl Reclaim for Cache {
         let keep = charges.len().saturating_sub(bytes.div_ceil(5) as usize);
         let released = charges.split_off(keep);
         drop(charges);
+        thread::sleep(self.1);
         drop(released);
     }
 }
@@ -103,6 +113,16 @@ fn a_charge_within_a_guarantee_gets_what_others_have_in_caches() {
     assert_eq!(cache.bytes(), 40);
     drop(charge_of_server);
     assert_eq!(charge(&borrower, 55).map(|charge| charge.bytes()), Some(55));
+}
+
+#[test]
+fn a_request_waits_for_others_that_take_their_time_to_give_back() {
+    let scratch = Scratch::new("slow");
+    let other = scratch.budget(Share::new());
+    let (cache, _registration) = Cache::fill_slow(&other, 20, Duration::from_millis(500));
+    let own = scratch.budget(Share::new());
+    assert_eq!(charge(&own, 50).map(|charge| charge.bytes()), Some(50));
+    assert_eq!(cache.bytes(), 50);
 }
 
 #[test]
@@ -163,7 +183,7 @@ fn a_panic_while_the_use_is_read_does_not_end_the_thread_that_answers_others() {
     let holder = Share::new().join(ledger).unwrap().budget("device 0", in_use).unwrap();
     let (cache, _registration) = Cache::fill(&holder, 20);
     while calls.load(Relaxed) < 2 {
-        std::thread::yield_now();
+        thread::yield_now();
     }
     let other = scratch.budget(Share::new());
     assert_eq!(charge(&other, 50).map(|charge| charge.bytes()), Some(50));
@@ -222,7 +242,7 @@ fn a_thread_that_waits_for_the_budget_is_served_by_another_members_release() {
         let deadline = Instant::now() + Duration::from_secs(20);
         let waiting = scope.spawn(move || second.budget().charge_by(50, Some(deadline)).is_ok());
         while second.budget().waiting() == 0 {
-            std::thread::yield_now();
+            thread::yield_now();
         }
         drop(held);
         assert!(waiting.join().unwrap());
@@ -239,7 +259,7 @@ fn credit_that_no_charge_takes_is_released() {
     let begun = Instant::now();
     while second.member().claimed() > 0 {
         assert!(begun.elapsed() < Duration::from_secs(20));
-        std::thread::yield_now();
+        thread::yield_now();
     }
 }
 

@@ -29,8 +29,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest wait for other processes in one call of the reclaimer.
+/// How long a request waits for other processes that have nothing to give back.
 const WISH_WAIT: Duration = Duration::from_millis(200);
+/// The longest wait for those that have, without a deadline.
+const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 /// The pause between two rounds of the answering thread while no member waits.
 const IDLE_PAUSE: Duration = Duration::from_millis(50);
 /// The same while a member waits: the first, which doubles up to [`IDLE_PAUSE`] while nothing is
@@ -157,9 +159,10 @@ impl Reclaim for BudgetClaims {
         // parts of pages as free: what the ledger then takes for room is none.
         self.measure();
         self.member.count_refused(bytes);
-        let most = Instant::now() + WISH_WAIT;
-        let deadline = deadline.map_or(most, |deadline| deadline.min(most));
-        if self.member.claim_by(bytes, deadline).is_ok() {
+        let now = Instant::now();
+        let go_on = || now.elapsed() < WISH_WAIT || self.member.reclaimable_of_others() > 0;
+        let deadline = deadline.unwrap_or(now + LONGEST_WAIT);
+        if self.member.claim_while(bytes, deadline, go_on).is_ok() {
             self.add_credit(bytes);
         }
     }
@@ -314,8 +317,11 @@ impl Answering {
         let before = self.budget.used();
         let now = Instant::now();
         let own = Some(&self.registration);
+        let say = || self.claims.member.set_reclaimable(self.budget.offered(own));
+        // Others wait for what this member says that it has.
+        say();
         let _reclaimed = self.budget.reclaim(owed, Some(now + ANSWER_WAIT), own);
-        self.claims.member.set_reclaimable(self.budget.offered(own));
+        say();
         before.saturating_sub(self.budget.used())
     }
 }

@@ -571,8 +571,7 @@ impl Member {
             let order = (words[slot::PRIORITY].load(Relaxed).cast_signed(), number);
             // A member that waits itself has nothing to give.
             if order < own && words[slot::WANTED].load(Relaxed) == 0 {
-                let could = words[slot::RECLAIMABLE].load(Relaxed).min(excess(words));
-                before = before.saturating_add(could);
+                before = before.saturating_add(reclaimable(words));
             }
         }
         let wanted = wishes.iter().fold(0, |sum: u64, wish| sum.saturating_add(wish.bytes));
@@ -591,6 +590,17 @@ impl Member {
         (0..table.used())
             .filter(|number| *number != self.slot)
             .map(|number| excess(table.slot(number)))
+            .fold(0, u64::saturating_add)
+    }
+
+    /// Returns what the other members [say](Self::set_reclaimable) that they could give back, at
+    /// most what they hold beyond their guarantees. Makes a system call for each that holds any.
+    #[must_use]
+    pub fn reclaimable_of_others(&self) -> u64 {
+        let (table, dead) = (self.ledger.table(), self.ledger.dead());
+        (0..table.used())
+            .filter(|number| *number != self.slot && dead.iter().all(|dead| dead.number != *number))
+            .map(|number| reclaimable(table.slot(number)))
             .fold(0, u64::saturating_add)
     }
 
@@ -649,6 +659,11 @@ impl Drop for Member {
 fn excess(words: &[AtomicU64]) -> u64 {
     let claimed = words[slot::CLAIMED].load(Acquire);
     claimed.saturating_sub(words[slot::GUARANTEE].load(Relaxed))
+}
+
+/// Returns what the member of a slot could give back.
+fn reclaimable(words: &[AtomicU64]) -> u64 {
+    words[slot::RECLAIMABLE].load(Relaxed).min(excess(words))
 }
 
 /// A wish in the slot of a member, withdrawn when it is dropped.
