@@ -238,7 +238,7 @@ fn a_thread_that_waits_for_the_budget_is_served_by_another_members_release() {
     let (first, second) = (scratch.budget(Share::new()), scratch.budget(Share::new()));
     let held = first.budget().charge(80).unwrap();
     let second = &second;
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         let deadline = Instant::now() + Duration::from_secs(20);
         let waiting = scope.spawn(move || second.budget().charge_by(50, Some(deadline)).is_ok());
         while second.budget().waiting() == 0 {

@@ -523,7 +523,8 @@ impl Member {
         let unaccounted = if is_right { measured } else { known };
         self.measured_at.store(hash(unaccounted), Relaxed);
         if unaccounted != known {
-            put(others, unaccounted, Relaxed);
+            // What another measurement or a refusal has written meanwhile is newer.
+            let _newer = others.compare_exchange(known, unaccounted, Relaxed, Relaxed);
         }
     }
 
