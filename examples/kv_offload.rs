@@ -34,8 +34,8 @@ impl Sequence {
         Ok(())
     }
 
-    /// Moves the cache to the host. `copies` is a stream of its own, so that the copy runs beside
-    /// the work of other sequences. It waits by itself for this sequence's work on other streams.
+    /// Moves the cache to the host. `copies` is a stream of its own, so that the copy runs
+    /// while other sequences work. It waits by itself for this sequence's work on other streams.
     fn offload(&mut self, copies: &Stream, near: &PinnedPool) -> Result<(), Box<dyn Error>> {
         let len = self.tokens * TOKEN;
         let mut host = Vec::new_in(near.allocator());

@@ -107,7 +107,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let batch = [adapters.load(40, &tenant, &s)?, adapters.load(63, &tenant, &s)?];
     let kv = tenant.alloc(&s, Request::bytes(28 << 20).tag(Tag::named("kv")))?;
     let left: Vec<usize> = adapters.resident().iter().map(|(id, _)| *id).collect();
-    println!("{} of cache beside adapters {left:?}", Bytes(kv.bytes()));
+    println!("{} of cache next to adapters {left:?}", Bytes(kv.bytes()));
     assert!(left.len() <= 4 && left.ends_with(&[40, 63]));
 
     // A cache that fits only without the adapters of the batch is refused as long as it runs.
@@ -115,6 +115,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     assert!(tenant.alloc(&s, Request::bytes(31 << 20)).is_err());
     drop(batch);
     assert!(tenant.alloc(&s, Request::bytes(31 << 20)).is_ok());
-    println!("{} adapters after a cache of 31 MiB", adapters.resident().len());
+    println!("{} left after a cache of 31 MiB", adapters.resident().len());
     Ok(())
 }

@@ -67,7 +67,8 @@ def finish(ticket):
 
 for at, (slot, maker) in enumerate(loader):
     ticket = ctypes.c_uint64()
-    # To a tensor of PyTorch instead: x.copy_(torch.frombuffer(slots[slot], ...), non_blocking=True), and an event for its end.
+    # This accepts any host memory, so it passes through slots of its own. With a CUDA tensor x.copy_(torch.frombuffer(...),
+    # non_blocking=True) reads this slot itself, which is free after an event behind the copy.
     library.aq_upload_begin(runtime, 0, on_device, at * SIZE, blocks[slot].address, SIZE, None, ticket)
     # The copy of the batch before ends here, so its slot is free when the loader is asked again.
     finish(pending)
