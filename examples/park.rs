@@ -1,10 +1,10 @@
-//! A server that suspends its memory: between requests its weights are in pinned memory, and
-//! another program part uses the device.
+//! A server that suspends its memory: between requests its weights are in pinned memory, from which
+//! a checkpoint is written, and another program part uses the device.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 #![expect(unsafe_code, reason = "promises that nobody is about to use what is parked")]
 
 use aquifer::{Bytes, DeviceBuffer, MemoryError, Operand, Park, Request, Runtime, Tag};
-use std::{error::Error, time::Instant};
+use std::{env, error::Error, fs, io::Write, process, time::Instant};
 
 const LAYERS: usize = 4;
 const PARAMETERS: usize = 1 << 20;
@@ -40,6 +40,17 @@ fn main() -> Result<(), Box<dyn Error>> {
         Err(MemoryError::OutOfMemory(told)) => println!("not yet: {told}"),
         other => return Err(format!("resumed over somebody else: {other:?}").into()),
     }
+
+    // A checkpoint is written meanwhile, from what was saved: the device is not needed for it.
+    let path = env::temp_dir().join(format!("aquifer-park-{}", process::id()));
+    let (mut file, mut saved) = (fs::File::create(&path)?, vec![0; size_of::<f32>() * PARAMETERS]);
+    for (layer, &address) in addresses.iter().enumerate() {
+        assert!(pool.read_saved(address, &mut saved), "it is parked");
+        assert!(saved.chunks_exact(4).all(|bytes| bytes == (layer as f32).to_ne_bytes()));
+        file.write_all(&saved)?;
+    }
+    println!("checkpoint of {}", Bytes(file.metadata()?.len()));
+    fs::remove_file(&path)?;
     drop(training);
 
     // A request: resume. Everything has its old address.

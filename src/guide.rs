@@ -3,6 +3,9 @@
 #[doc = include_str!("guide/first_steps.md")]
 pub mod first_steps {}
 
+#[doc = include_str!("guide/cookbook.md")]
+pub mod cookbook {}
+
 #[doc = include_str!("guide/choosing.md")]
 pub mod choosing {}
 

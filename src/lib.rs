@@ -4,6 +4,7 @@
 //! [C and Python]: guide::c_and_python
 //! [any program]: guide::any_program
 //! [choosing]: guide::choosing
+//! [cookbook]: guide::cookbook
 //! [figures]: guide::figures
 //! [frameworks]: guide::frameworks
 //! [guide]: mod@guide

@@ -90,6 +90,11 @@ fn every_example_runs_to_its_end() {
     for task in TASKS {
         assert!(names.iter().any(|name| name == task), "where has {task} gone? {names:?}");
     }
+    let cookbook = include_str!("../src/guide/cookbook.md").lines();
+    let recipes = cookbook.filter_map(|line| line.strip_prefix("cargo run --example "));
+    for recipe in recipes.map(|rest| rest.split(' ').next().unwrap()) {
+        assert!(names.iter().any(|name| name == recipe), "the cookbook runs {recipe}: {names:?}");
+    }
     let failed: Vec<String> = thread::scope(|scope| {
         let runs: Vec<_> = names
             .iter()
