@@ -114,8 +114,8 @@ impl DevicePool {
 
     /// Allocates a block whose memory never moves as one allocation of the driver (`cuMemAlloc`),
     /// charged to the same budget. Transports between processes that refuse mapped memory accept
-    /// it: legacy CUDA IPC, UCX's `cuda_ipc` without a fabric, `ncclCommRegister`. It cannot be
-    /// exported or [shared](DevicePool::share).
+    /// it: legacy CUDA IPC, UCX's `cuda_ipc` without a fabric. It cannot be exported or
+    /// [shared](DevicePool::share).
     ///
     /// Its release, at a slow path or trim after its last use and registration, waits for the whole
     /// device (`cuMemFree`). If there is no room, it behaves as [`DevicePool::alloc_stable`].
@@ -127,7 +127,7 @@ impl DevicePool {
     /// let mapped = pool.alloc_stable(&stream, Request::bytes(1 << 20))?;
     /// let legacy = pool.alloc_stable_legacy(&stream, Request::bytes(1 << 20))?;
     /// assert!(!mapped.is_legacy_ipc_capable()? && legacy.is_legacy_ipc_capable()?);
-    /// let registered = legacy.register();     // with NCCL, for example, until this is dropped
+    /// let registered = legacy.register();     // with UCX, for example, until this is dropped
     /// # drop(registered);
     /// # Ok::<(), aquifer::MemoryError>(())
     /// ```
