@@ -1,5 +1,7 @@
 //! Prints the NUMA nodes of machines, a line each: of this one, or of those whose files are below
 //! the given roots.
+#![expect(clippy::print_stdout, reason = "an example shows what it found")]
+
 use aquifer_host::topology::Topology;
 use std::{env, path::PathBuf};
 
