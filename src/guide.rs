@@ -112,6 +112,9 @@ pub mod support {}
 #[doc = include_str!("guide/figures.md")]
 pub mod figures {}
 
+#[doc = include_str!("guide/yardsticks.md")]
+pub mod yardsticks {}
+
 #[doc = include_str!("guide/glossary.md")]
 pub mod glossary {}
 

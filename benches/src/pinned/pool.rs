@@ -1,6 +1,7 @@
 //! A pool that can serve every request, on one thread and on several.
 
 use super::{PinnedBench, size, source::Pinned};
+use crate::console::place::Session;
 use crate::{
     device::{
         lane::{self, crew_of},
@@ -10,7 +11,8 @@ use crate::{
     lap::{Contender, Pace, contest},
     row::Unit,
 };
-use aquifer_core::Result;
+use aquifer_core::{Budget, Result};
+use aquifer_host::{PinnedConfig, PinnedPool};
 
 /// Sizes of pairs, in bytes.
 const PAIRS: [u64; 7] = [64, 1 << 10, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20];
@@ -33,17 +35,26 @@ const SAME: &str = "malloc";
 /// The reference row, and its name as a peer.
 const MALLOC: (&str, &str) = ("malloc pair 64 B", "malloc 64 B");
 
+/// Pairs in pinned memory of a simulated device, whose oracle sees every free. The other rows are
+/// of the pool alone.
+const CHECKED: &str = "pair 64 B, simulated";
+
 fn pair_name(bytes: u64) -> String {
     format!("pair {}", size(bytes))
 }
 
-pub(super) fn pair_names(_: &PinnedBench<'_>) -> Vec<String> {
-    std::iter::once(MALLOC.0.to_owned()).chain(PAIRS.map(pair_name)).collect()
+pub(super) fn pair_names(bench: &PinnedBench<'_>) -> Vec<String> {
+    let simulated = (!bench.has_gpu()).then_some(CHECKED);
+    let names = simulated.into_iter().chain([MALLOC.0]).map(str::to_owned);
+    names.chain(PAIRS.map(pair_name)).collect()
 }
 
 /// All sizes and the reference take turns in one contest, so that their ratios are from the same
 /// time.
 pub(super) fn pairs(bench: &mut PinnedBench<'_>) -> Result<()> {
+    if !bench.has_gpu() && bench.sheet.wants(CHECKED) {
+        simulated_pairs(bench)?;
+    }
     let mut contenders: Vec<Contender<'_>> = vec![lane::pairs(Malloc, 64)];
     let mut sizes = Vec::new();
     let mut pools = Vec::new();
@@ -64,6 +75,17 @@ pub(super) fn pairs(bench: &mut PinnedBench<'_>) -> Result<()> {
         bench.sheet.note(&name, own.failed);
         bench.sheet.add(&name, Unit::NsPerPair, own.each, Some((MALLOC.1, malloc.each)));
     }
+    Ok(())
+}
+
+fn simulated_pairs(bench: &mut PinnedBench<'_>) -> Result<()> {
+    let Session { driver, device, .. } = bench.place.begin_stepped(true);
+    let host = bench.host.clone().with_driver(driver, device);
+    let pool = PinnedPool::new(&host, &Budget::unlimited("bench"), PinnedConfig::default())?;
+    let own = lane::pairs(Pinned::on(&pool), 64);
+    let (own, peer) = bench.sheet.compete(bench.pace, CHECKED, own, Some(lane::pairs(Malloc, 64)));
+    let peer = peer.unwrap_or_default();
+    bench.sheet.add(CHECKED, Unit::NsPerPair, own.each, Some((MALLOC.1, peer.each)));
     Ok(())
 }
 
@@ -107,7 +129,7 @@ pub(super) fn random(bench: &mut PinnedBench<'_>) -> Result<()> {
 
 /// Returns the rounding of live blocks in per cent of the requested bytes, over the first blocks of
 /// `work` up to its peak.
-fn wasted(source: &Pinned, pool: &aquifer_host::PinnedPool, work: &WorkPlan) -> Result<f64> {
+fn wasted(source: &Pinned, pool: &PinnedPool, work: &WorkPlan) -> Result<f64> {
     let (mut held, mut bytes) = (Vec::new(), 0);
     for step in work.operations.iter().filter(|step| step.allocates) {
         bytes += step.bytes;

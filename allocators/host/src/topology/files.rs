@@ -115,6 +115,12 @@ impl Files {
         parse_list(path, &text).map(Some)
     }
 
+    /// Reads a file that contains a mask of CPUs.
+    pub(super) fn mask(&self, path: &Path) -> Result<Option<IdSet>, TopologyError> {
+        let Some(text) = self.text(path)? else { return Ok(None) };
+        IdSet::parse_mask(&text).map(Some).ok_or_else(|| wrong_number(path, text.trim()))
+    }
+
     /// Returns the sorted names in a folder. Empty if there is no folder.
     pub(super) fn names(&self, path: &Path) -> Vec<String> {
         let Ok(entries) = fs::read_dir(self.real(path)) else { return Vec::new() };

@@ -49,6 +49,19 @@ impl IdSet {
         Some(set)
     }
 
+    /// Parses the kernel's mask format: hexadecimal words of 32 bits, the highest first, with commas
+    /// between them. Otherwise like [`IdSet::parse_list`].
+    #[must_use]
+    pub(super) fn parse_mask(text: &str) -> Option<Self> {
+        let mut set = Self::default();
+        let digits = text.trim_end_matches('\0').trim().bytes().rev().filter(|&byte| byte != b',');
+        for (place, digit) in (0..).step_by(4).zip(digits) {
+            let digit = char::from(digit).to_digit(16)?;
+            set.0.extend((0..4).filter(|bit| digit >> bit & 1 == 1).map(|bit| place + bit));
+        }
+        set.0.last().is_none_or(|&last| last <= Self::MAX).then_some(set)
+    }
+
     /// Returns whether `member` is in the set.
     #[must_use]
     pub fn contains(&self, member: u32) -> bool {
@@ -144,6 +157,23 @@ mod tests {
         }
         assert_eq!(IdSet::parse_list("1,64-65").unwrap().words(), [2, 3]);
         assert!(IdSet::default().words().is_empty());
+    }
+
+    #[test]
+    fn a_mask_is_the_list_of_its_bits() {
+        for (text, list) in [
+            ("", ""),
+            ("00000000,00000000\n", ""),
+            ("0f", "0-3"),
+            ("00000001,80000000,00000003\n", "0-1,63-64"),
+            ("f0\0", "4-7"),
+        ] {
+            assert_eq!(IdSet::parse_mask(text), IdSet::parse_list(list), "{text:?}");
+        }
+        let too_large = format!("1{}", "0".repeat(1 << 14));
+        for text in ["0x3", "3 4", "-1", &too_large] {
+            assert!(IdSet::parse_mask(text).is_none(), "{text:?}");
+        }
     }
 
     #[test]

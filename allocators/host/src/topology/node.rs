@@ -26,7 +26,7 @@ impl fmt::Display for NodeId {
 pub struct Node {
     /// Its number.
     pub id: NodeId,
-    /// All its CPUs. Empty on memory-only nodes.
+    /// Its online CPUs. Empty on memory-only nodes.
     pub cpus: IdSet,
     /// Its CPUs that the process may run on.
     pub allowed_cpus: IdSet,
@@ -48,6 +48,7 @@ pub struct Node {
 }
 
 pub(super) const FOLDER: &str = "/sys/devices/system/node";
+const CPU_FOLDER: &str = "/sys/devices/system/cpu";
 /// The distance of a node from itself.
 const LOCAL: u32 = 10;
 
@@ -77,10 +78,16 @@ pub(super) fn read(
     // An initiator without CPUs is a device. Devices may be missing from the list, and older
     // kernels lack it.
     let initiators = files.list(&folder.join("has_generic_initiator"))?.unwrap_or_default();
+    let online_cpus = files.list(&Path::new(CPU_FOLDER).join("online"))?;
     let mut nodes = Vec::new();
     for id in online.iter() {
         let folder = folder.join(format!("node{id}"));
-        let cpus = files.list(&folder.join("cpulist"))?.unwrap_or_default();
+        // Kernels before 2.6.26 and some containers have the mask alone.
+        let cpus = match files.list(&folder.join("cpulist"))? {
+            Some(cpus) => cpus,
+            None => files.mask(&folder.join("cpumap"))?.unwrap_or_default(),
+        };
+        let cpus = without_offline(files, cpus, online_cpus.as_ref())?;
         let (memory, free) = memory(files, &folder.join("meminfo"))?;
         let device_memory = cpus.is_empty() && initiators.contains(id);
         nodes.push(Node {
@@ -98,6 +105,26 @@ pub(super) fn read(
         });
     }
     Ok(nodes)
+}
+
+/// Removes offline CPUs, which some kernels list in their node. Old kernels have no list of the
+/// online ones, but a file for each CPU.
+fn without_offline(
+    files: &Files,
+    cpus: IdSet,
+    online: Option<&IdSet>,
+) -> Result<IdSet, TopologyError> {
+    if let Some(online) = online {
+        return Ok(cpus.intersection(online));
+    }
+    let mut kept = Vec::new();
+    for cpu in cpus.iter() {
+        let state = files.text(Path::new(&format!("{CPU_FOLDER}/cpu{cpu}/online")))?;
+        if state.is_none_or(|text| text.trim() != "0") {
+            kept.push(cpu);
+        }
+    }
+    Ok(kept.into_iter().collect())
 }
 
 /// Reads `MemTotal` and `MemFree` of a node's meminfo, as in `Node 0 MemTotal:  4548820 kB`.

@@ -136,6 +136,31 @@ fn missing_files_are_unknown_and_invalid_ones_are_errors() {
 }
 
 #[test]
+fn a_node_has_the_cpus_of_its_mask_where_there_is_no_list() {
+    let machine = Machine::new("masks");
+    machine.write("sys/devices/system/node/node0/cpumap", "00000001,0000000f\n");
+    machine.write("sys/devices/system/node/node1/cpumap", "f0\n");
+    machine.write("sys/devices/system/node/node1/cpulist", "4-6\n");
+    let read = machine.read();
+    let cpus: Vec<_> = read.nodes().iter().map(|node| node.cpus.to_string()).collect();
+    assert_eq!(cpus, ["0-3,32", "4-6"]);
+    machine.write("sys/devices/system/node/node0/cpumap", "all\n");
+    assert!(matches!(Topology::read_under(machine.root()), Err(TopologyError::Number { .. })));
+}
+
+#[test]
+fn offline_cpus_are_in_no_node() {
+    let machine = Machine::new("offline");
+    machine.write("sys/devices/system/node/node0/cpulist", "0-7\n");
+    // An old kernel has a file for each CPU, often none for the first.
+    machine.write("sys/devices/system/cpu/cpu1/online", "1\n");
+    machine.write("sys/devices/system/cpu/cpu3/online", "0\n");
+    assert_eq!(machine.read().nodes()[0].cpus.to_string(), "0-2,4-7");
+    machine.write("sys/devices/system/cpu/online", "0-3,6\n");
+    assert_eq!(machine.read().nodes()[0].cpus.to_string(), "0-3,6");
+}
+
+#[test]
 fn numa_handling_can_be_switched_off_and_a_wrong_switch_is_reported() {
     let off = read("two-socket").without_nodes();
     assert!(off.nodes().is_empty());

@@ -124,7 +124,7 @@ fn a_quick_run_has_every_promised_row_and_no_failure() {
 
 #[test]
 fn a_quick_run_over_pinned_memory_has_every_promised_row_and_no_failure() {
-    let mut promised = vec!["malloc pair 64 B".to_owned()];
+    let mut promised = vec!["pair 64 B, simulated".to_owned(), "malloc pair 64 B".to_owned()];
     let sizes = ["64 B", "1 KiB", "4 KiB", "64 KiB", "1 MiB", "16 MiB", "64 MiB"];
     promised.extend(sizes.iter().map(|size| format!("pair {size}")));
     for size in ["64 KiB", "1 MiB", "64 MiB"] {
