@@ -415,9 +415,9 @@ mod tests {
 
     #[test]
     fn blocks_are_popped_last_in_first_out_and_counted() {
-        let (magazine, span, must_poll) = (Magazine::new(0), slab(3), AtomicBool::new(false));
+        let (magazine, span, must_poll) = (Magazine::new(0), slab(0), AtomicBool::new(false));
         magazine.lock.assign(&mut LockProof::new(), 1);
-        assert_eq!(magazine.free_entries(3), 32);
+        assert_eq!(magazine.free_entries(0), 32);
         assert!((0..32).all(|slot| magazine.push(span.address(slot), (span, slot), 60, 1)));
         assert!(!magazine.push(span.address(32), (span, 32), 60, 1), "it is full");
         assert!(!magazine.push(span.address(32), (span, 32), 60, 2), "another pool's");
@@ -431,8 +431,8 @@ mod tests {
                 blocks: 32
             }
         );
-        assert_eq!((span.get(31), magazine.pop(2, 3, 60, &must_poll)), (SlotState::Cached, None));
-        assert_eq!(magazine.pop(1, 3, 60, &must_poll), pointer(span.address(31)));
+        assert_eq!((span.get(31), magazine.pop(2, 0, 60, &must_poll)), (SlotState::Cached, None));
+        assert_eq!(magazine.pop(1, 0, 60, &must_poll), pointer(span.address(31)));
         assert_eq!(span.get(31), SlotState::Live);
         let mut released = Vec::new();
         magazine.drain(|address| released.push(address));
@@ -441,18 +441,18 @@ mod tests {
 
     #[test]
     fn owner_cannot_enter_a_revoked_magazine() {
-        let (magazine, span, must_poll) = (Magazine::new(0), slab(3), AtomicBool::new(false));
+        let (magazine, span, must_poll) = (Magazine::new(0), slab(0), AtomicBool::new(false));
         magazine.lock.assign(&mut LockProof::new(), 1);
-        assert_eq!(magazine.free_entries(3), 32);
+        assert_eq!(magazine.free_entries(0), 32);
         assert!(magazine.push(span.address(0), (span, 0), 64, 1));
         magazine.lock.begin_revocation(&mut LockProof::new());
         magazine.lock.wait_for_owner();
         assert_eq!(
-            (magazine.pop(1, 3, 64, &must_poll), magazine.push(span.address(1), (span, 1), 64, 1)),
+            (magazine.pop(1, 0, 64, &must_poll), magazine.push(span.address(1), (span, 1), 64, 1)),
             (None, false)
         );
         magazine.lock.end_revocation(&mut LockProof::new(), 1);
-        assert_eq!(magazine.pop(1, 3, 64, &must_poll), pointer(span.address(0)));
+        assert_eq!(magazine.pop(1, 0, 64, &must_poll), pointer(span.address(0)));
     }
 
     #[test]
@@ -473,28 +473,28 @@ mod tests {
 
     #[test]
     fn bin_grows_with_free_bytes_and_shrinks_when_drained() {
-        let (magazine, span, must_poll) = (Magazine::new(0), slab(3), AtomicBool::new(false));
+        let (magazine, span, must_poll) = (Magazine::new(0), slab(0), AtomicBool::new(false));
         magazine.lock.assign(&mut LockProof::new(), 1);
-        assert_eq!(magazine.free_entries(3), 32);
+        assert_eq!(magazine.free_entries(0), 32);
         let put = |from: usize, to: usize| {
             (from..to)
                 .filter(|&slot| magazine.push(span.address(slot), (span, slot), 64, 1))
                 .count()
         };
         assert_eq!(put(0, 40), 32);
-        assert!(!magazine.grow_bin(3, 32 * 64 - 1), "that would be more than is free");
-        assert!(magazine.grow_bin(3, 32 * 64));
+        assert!(!magazine.grow_bin(0, 32 * 64 - 1), "that would be more than is free");
+        assert!(magazine.grow_bin(0, 32 * 64));
         assert_eq!(put(32, 64), 32);
         assert_eq!(
-            magazine.pop(1, 3, 64, &must_poll),
+            magazine.pop(1, 0, 64, &must_poll),
             pointer(span.address(63)),
             "what was there stays"
         );
-        assert!(!magazine.grow_bin(3, 64 * 64), "a half of it counts already");
-        magazine.halve_bin(3, |_| ());
-        assert_eq!((magazine.free_entries(3), magazine.tally().blocks), (32, 32));
+        assert!(!magazine.grow_bin(0, 64 * 64), "a half of it counts already");
+        magazine.halve_bin(0, |_| ());
+        assert_eq!((magazine.free_entries(0), magazine.tally().blocks), (32, 32));
         magazine.drain(|_| ());
-        assert_eq!((magazine.free_entries(3), put(0, 64)), (32, 32));
+        assert_eq!((magazine.free_entries(0), put(0, 64)), (32, 32));
         magazine.drain(|_| ());
     }
 }
