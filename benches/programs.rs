@@ -1,12 +1,12 @@
 //! Four programs by which allocators are compared, over `Global` and pinned memory, with mimalloc
-//! and the system's allocator beside them.
+//! and the system's allocator for comparison.
 //!
 //! ```text
 //! cargo bench -p aquifer-benches --features peers --bench programs             with 2 threads
 //! cargo bench -p aquifer-benches --features peers --bench programs -- 8 larson  one, with 8 threads
 //! ```
 //!
-//! They are written anew from what is published of their patterns.
+//! They are rewritten from what is published of their patterns.
 //!
 //! - *larson* (Larson and Krishnan, 1998): a server. A thread replaces blocks of 8 to 1,000 bytes
 //!   among 5,000 at random, and hands them to its successor.
@@ -33,6 +33,7 @@ use std::{
     alloc::{GlobalAlloc, Layout, System},
     env,
     error::Error,
+    panic::resume_unwind,
     ptr::NonNull,
     sync::{
         Arc,
@@ -105,7 +106,7 @@ fn crew(threads: usize, work: impl Fn(usize) -> u64 + Sync) -> f64 {
     let blocks: u64 = thread::scope(|scope| {
         let work = &work;
         let crew: Vec<_> = (0..threads).map(|number| scope.spawn(move || work(number))).collect();
-        crew.into_iter().map(|one| one.join().unwrap_or(0)).sum()
+        crew.into_iter().map(|one| one.join().unwrap_or_else(|panic| resume_unwind(panic))).sum()
     });
     begun.elapsed().as_nanos() as f64 * threads as f64 / blocks.max(1) as f64
 }
@@ -128,7 +129,7 @@ fn larson(heap: &dyn Heap, threads: usize) -> f64 {
                     }
                     blocks
                 });
-                next.join().unwrap_or_default()
+                next.join().unwrap_or_else(|panic| resume_unwind(panic))
             });
         }
         blocks.into_iter().for_each(|block| heap.give(block));
@@ -144,7 +145,9 @@ fn xmalloc(heap: &dyn Heap, threads: usize) -> f64 {
         thread::scope(|scope| {
             scope.spawn(|| receiver.into_iter().flatten().for_each(|block| heap.give(block)));
             for _ in 0..BATCHES {
-                let _ = sender.send((0..BATCH).map(|_| heap.take(64)).collect());
+                let batch = (0..BATCH).map(|_| heap.take(64)).collect();
+                // The receiver is there as long as the sender, unless it has panicked.
+                let Ok(()) = sender.send(batch) else { return };
             }
             drop(sender);
         });
@@ -227,8 +230,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("xmalloc-test", xmalloc),
         ("sh6bench", sh6bench),
     ];
+    let chosen: Vec<_> = words.iter().filter(|word| word.parse::<usize>().is_err()).collect();
+    if let Some(unknown) = chosen.iter().find(|word| programs.iter().all(|(name, _)| name != *word))
+    {
+        return Err(format!("no program {unknown}").into());
+    }
     for (name, program) in programs {
-        if words.iter().any(|word| word.parse::<usize>().is_err() && word != name) {
+        if !chosen.is_empty() && chosen.iter().all(|word| *word != name) {
             continue;
         }
         let mut times = vec![Vec::new(); heaps.len()];

@@ -1,6 +1,6 @@
 """Completes the package with files from elsewhere in the project. The rest is in pyproject.toml.
 
-ci/wheel puts the library, the command line, companions and licences beside the sources before it
+ci/wheel puts the library, the command line, companions and licences next to the sources before it
 builds, and names the platform. Without them the wheel is for any platform.
 """
 

@@ -91,8 +91,12 @@ fn every_example_runs_to_its_end() {
         assert!(names.iter().any(|name| name == task), "where has {task} gone? {names:?}");
     }
     let cookbook = include_str!("../src/guide/cookbook.md").lines();
-    let recipes = cookbook.filter_map(|line| line.strip_prefix("cargo run --example "));
-    for recipe in recipes.map(|rest| rest.split(' ').next().unwrap()) {
+    let recipes: Vec<_> = cookbook
+        .filter_map(|line| line.strip_prefix("cargo run --example "))
+        .map(|rest| rest.split(' ').next().unwrap())
+        .collect();
+    assert!(recipes.len() >= 7, "where have the recipes gone? {recipes:?}");
+    for recipe in recipes {
         assert!(names.iter().any(|name| name == recipe), "the cookbook runs {recipe}: {names:?}");
     }
     let failed: Vec<String> = thread::scope(|scope| {

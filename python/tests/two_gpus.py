@@ -249,6 +249,7 @@ def main():
         needed = {"samples": chosen.samples, "fleet": chosen.fleet}
         if name in needed and not needed[name]:
             row(name, f"skipped: no --{name}")
+            failed += [name] if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else []
             continue
         with tempfile.TemporaryDirectory() as folder:
             try:
