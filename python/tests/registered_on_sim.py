@@ -27,6 +27,11 @@ class RegisteredTests:
         return self.library.stats(0)["physical"] // MIB
 
     def test_functions_of_c_are_called_once_for_each_chunk(self):
+        for exported in (False, True):
+            with self.subTest(exported=exported):
+                self.functions_of_c(exported)
+
+    def functions_of_c(self, exported):
         calls, before = [], self.held()
 
         @REGISTER
@@ -41,7 +46,7 @@ class RegisteredTests:
             return 0
 
         addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (register, unregister)]
-        pool, allocate, free = self.open(Functions(*addresses, 77))
+        pool, allocate, free = self.open(Functions(*addresses, 77, exported))
         parts = [allocate(MIB), allocate(3 * MIB), allocate(9 * MIB)]
         (small, _), (large, _) = chunks = sorted(pool.chunks, key=lambda chunk: chunk[1])
         self.assertEqual([size for _, size in chunks], [4 * MIB, 10 * MIB])

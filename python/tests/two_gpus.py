@@ -127,6 +127,8 @@ def train(folder):
         native = found["native"][0]
         for way, runs in found.items():
             assert all(run["outputs"] == native["outputs"] for run in runs), (program, way)
+            allocators = {run["allocator"] for run in runs}
+            assert allocators == {"aquifer" if way == "install()" else "native"}, (program, way, allocators)
             steps = ", ".join(f"{run['step_ms']:.1f}" for run in runs)
             row(f"{program}, 2 ranks: {way}", f"{steps} ms a step", f"{runs[0]['peak_reserved'] / 1e6:,.0f} MB of a rank")
         traces = [path.name for path in folder.iterdir() if any(line["op"] == "a" for line in rows(path))]
@@ -155,6 +157,7 @@ def samples(folder, checkout):
         shell = ["sh", "-c", f'cd "{folder}" && exec "$@"', "sh"]
         native = output([*shell, folder / name])
         same = output([*shell, *RUN, "--record", folder / f"{name}.csv", "--", folder / name]) == native
+        assert any(line["op"] == "a" for trace in folder.glob(f"{name}*.csv") for line in rows(trace)), f"{name}: no allocation is recorded"
         row(f"NVIDIA's {name}", "passes natively and under aquifer run", "the same output" if same else "other output (of processes that race)")
 
 
@@ -163,7 +166,9 @@ def count(folder):
     for device in "01":
         trace = folder / f"count{device}.csv"
         output([*RUN, "--record", trace, "--", sys.executable, __file__, "--count"], CUDA_VISIBLE_DEVICES=device)
-        outside = [int(line["bytes"]) for line in rows(trace) if line["op"] == "o"]
+        found = rows(trace)
+        outside = [int(line["bytes"]) for line in found if line["op"] == "o"]
+        assert len(outside) > 1 and sum(line["op"] == "a" for line in found) >= 3000, len(found)
         assert outside[0] == outside[-1], f"{outside[-1] - outside[0]} bytes are not counted on device {device}"
         most = max(abs(value - outside[0]) for value in outside)
         row(f"counted on device {device}, and by NVML", "equal at the end", f"at most {most / MIB:.0f} MiB apart before")
@@ -193,7 +198,7 @@ def registered(folder):
 
 def fleet(_, binary):
     """The GPU tests of placement, peers, the staged copy, and a lost device."""
-    text = output([binary, "--test-threads", "1", "fleet::"])
+    text = output([binary, "--test-threads", "1", "fleet::"], AQUIFER_REQUIRE_GPU="1")
     passed = re.findall(r"^test (\S+) \.\.\. ok", text, re.MULTILINE)
     assert passed, text[-2000:]
     row("the tests fleet", f"{len(passed)} pass")
@@ -249,7 +254,7 @@ def main():
         needed = {"samples": chosen.samples, "fleet": chosen.fleet}
         if name in needed and not needed[name]:
             row(name, f"skipped: no --{name}")
-            failed += [name] if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else []
+            failed += [name] if chosen.parts or os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else []
             continue
         with tempfile.TemporaryDirectory() as folder:
             try:

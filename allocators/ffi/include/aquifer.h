@@ -855,7 +855,8 @@ aq_status aq_ledger_member(aq_member member, uint64_t *claimed, uint64_t *limit,
                            uint64_t *owed);
 
 /* Records the bytes of the memory that all processes use, as its driver counts them. What is not
- * claimed of that is unaccounted, and taken from the capacity, until the next record.
+ * claimed of that is unaccounted, and taken from the capacity. It becomes less only by two records
+ * between which no claim has changed.
  * AQ_ERROR_BAD_ARGUMENT, _CLOSED. */
 aq_status aq_ledger_measure(aq_member member, uint64_t in_use);
 

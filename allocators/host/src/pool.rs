@@ -35,7 +35,8 @@
 //! | `publish` | what other processes are shown of a pool |
 //!
 //! # Sizes
-//! - Up to 64 KiB a request gets a slot that is at most a sixteenth larger, 2.1 % on average.
+//! - Up to 2 KiB a request gets a slot of whole cache lines, up to 64 KiB one that is at most a
+//!   sixteenth larger, 2.1 % on average.
 //! - Above 64 KiB a request gets a single block by best fit over all free memory. Up to 1 MiB its
 //!   size is rounded up by at most a 32nd, 1.05 % on average over random sizes, so that requests of
 //!   similar size reuse each other's blocks.

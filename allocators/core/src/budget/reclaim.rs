@@ -392,6 +392,9 @@ impl Asking<'_> {
         eligible: &dyn Fn(MemoryLocation) -> bool,
     ) -> Option<Tried> {
         let node = self.budget.node;
+        if let Some(source) = node.tree.source() {
+            source.refused_by_driver(bytes);
+        }
         self.reclaim_next(node.ancestors.last().copied().unwrap_or(node), bytes, deadline, eligible)
     }
 

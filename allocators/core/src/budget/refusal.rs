@@ -225,6 +225,10 @@ pub trait CapacitySource: Send + Sync {
     /// if it would be granted now.
     fn shortfall(&self, bytes: u64) -> u64;
 
+    /// Is told that a driver has refused `bytes` that were claimed: less is free than the source
+    /// takes for room.
+    fn refused_by_driver(&self, _bytes: u64) {}
+
     /// Returns what a refused claim of `bytes` would return now.
     fn shortage(&self, _bytes: u64) -> ClaimShortage {
         self.room().into()

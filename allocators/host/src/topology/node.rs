@@ -108,19 +108,22 @@ pub(super) fn read(
 }
 
 /// Removes offline CPUs, which some kernels list in their node. Old kernels have no list of the
-/// online ones, but a file for each CPU.
+/// online ones, but a file for each CPU. That file also corrects a list that a container replaces.
 fn without_offline(
     files: &Files,
     cpus: IdSet,
     online: Option<&IdSet>,
 ) -> Result<IdSet, TopologyError> {
-    if let Some(online) = online {
-        return Ok(cpus.intersection(online));
-    }
+    let online = online.filter(|online| !online.is_empty());
     let mut kept = Vec::new();
     for cpu in cpus.iter() {
-        let state = files.text(Path::new(&format!("{CPU_FOLDER}/cpu{cpu}/online")))?;
-        if state.is_none_or(|text| text.trim() != "0") {
+        let is_online = if online.is_some_and(|online| online.contains(cpu)) {
+            true
+        } else {
+            let state = files.text(Path::new(&format!("{CPU_FOLDER}/cpu{cpu}/online")))?;
+            state.map_or(online.is_none(), |text| text.trim() != "0")
+        };
+        if is_online {
             kept.push(cpu);
         }
     }

@@ -326,8 +326,6 @@ fn a_thread_that_only_frees_returns_blocks_in_batches() {
 fn blocks_passed_on_by_magazines_keep_cache_line_alignment() {
     let (pool, _budget) = small_pool();
     let allocator = pool.allocator();
-    // A slab before it ends at no multiple of a cache line.
-    let _slot = take(&allocator, 48).unwrap();
     for size in [100_000, 2 * MIB] {
         let at = take(&allocator, size).unwrap();
         give(&allocator, at, size);

@@ -157,7 +157,13 @@ fn offline_cpus_are_in_no_node() {
     machine.write("sys/devices/system/cpu/cpu3/online", "0\n");
     assert_eq!(machine.read().nodes()[0].cpus.to_string(), "0-2,4-7");
     machine.write("sys/devices/system/cpu/online", "0-3,6\n");
+    machine.write("sys/devices/system/cpu/cpu3/online", "1\n");
     assert_eq!(machine.read().nodes()[0].cpus.to_string(), "0-3,6");
+    // A container may replace the list, but not the files.
+    machine.write("sys/devices/system/cpu/cpu5/online", "1\n");
+    assert_eq!(machine.read().nodes()[0].cpus.to_string(), "0-3,5-6");
+    machine.write("sys/devices/system/cpu/online", "\n");
+    assert_eq!(machine.read().nodes()[0].cpus.to_string(), "0-7");
 }
 
 #[test]

@@ -29,10 +29,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a request waits for other processes that have nothing to give back.
+/// The longest wait for other processes in one call of the reclaimer, which is called again if they
+/// have given back a part by then.
 const WISH_WAIT: Duration = Duration::from_millis(200);
-/// The longest wait for those that have, without a deadline.
-const LONGEST_WAIT: Duration = Duration::from_secs(3600);
+/// What is given back between two looks, so that whoever waits sees it become more: a driver under
+/// load takes 0.45 s for a GiB.
+const ANSWER_BYTES: u64 = 64 << 20;
 /// The pause between two rounds of the answering thread while no member waits.
 const IDLE_PAUSE: Duration = Duration::from_millis(50);
 /// The same while a member waits: the first, which doubles up to [`IDLE_PAUSE`] while nothing is
@@ -69,9 +71,16 @@ impl BudgetClaims {
         work(&mut self.credit.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Measures what is in use. If that panics, it is unknown this time.
-    fn measure(&self) {
-        self.member.measure(|| contain(&self.in_use).flatten());
+    /// Measures what is in use. If that panics, it is unknown this time. Returns whether it is
+    /// known.
+    fn measure(&self) -> bool {
+        let mut is_known = false;
+        self.member.measure(|| {
+            let in_use = contain(&self.in_use).flatten();
+            is_known = in_use.is_some();
+            in_use
+        });
+        is_known
     }
 
     fn add_credit(&self, bytes: u64) {
@@ -125,6 +134,14 @@ impl CapacitySource for BudgetClaims {
         if bytes <= self.room() { 0 } else { bytes - self.credit_bytes().min(bytes) }
     }
 
+    /// The driver may have taken memory for itself since the last round, or counts parts of pages as
+    /// free. Not recorded where no measurement would ever correct it.
+    fn refused_by_driver(&self, bytes: u64) {
+        if self.measure() {
+            self.member.count_refused(bytes);
+        }
+    }
+
     fn shortage(&self, bytes: u64) -> ClaimShortage {
         shortage(&self.member.shortage(bytes), self.credit_bytes())
     }
@@ -155,14 +172,9 @@ impl Reclaim for BudgetClaims {
     }
 
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
-        // A driver that has refused may have taken memory for itself since the last round, or counts
-        // parts of pages as free: what the ledger then takes for room is none.
-        self.measure();
-        self.member.count_refused(bytes);
-        let now = Instant::now();
-        let go_on = || now.elapsed() < WISH_WAIT || self.member.reclaimable_of_others() > 0;
-        let deadline = deadline.unwrap_or(now + LONGEST_WAIT);
-        if self.member.claim_while(bytes, deadline, go_on).is_ok() {
+        let most = Instant::now() + WISH_WAIT;
+        let deadline = deadline.map_or(most, |deadline| deadline.min(most));
+        if self.member.claim_by(bytes, deadline).is_ok() {
             self.add_credit(bytes);
         }
     }
@@ -215,7 +227,7 @@ impl Member {
         let in_use = Box::new(in_use);
         let claims = Arc::new(BudgetClaims { member: self, credit: Mutex::default(), in_use });
         // The first claim may come before the thread's first round.
-        claims.measure();
+        let _known = claims.measure();
         let budget = Budget::shared(name, limit, claims.clone());
         let registration = budget.on_need(&claims);
         let stop = Arc::new(AtomicBool::new(false));
@@ -294,12 +306,13 @@ impl Answering {
             if last_round.is_none_or(|last| last.elapsed() >= IDLE_PAUSE) {
                 last_round = Some(Instant::now());
                 member.refresh();
-                self.claims.measure();
+                let _known = self.claims.measure();
                 self.claims.expire_credit();
                 member.set_reclaimable(self.budget.offered(Some(&self.registration)));
             }
             self.budget.serve_waiters();
             pause = match (gained, owed > 0 || self.budget.waiting() > 0) {
+                (true, _) if owed > ANSWER_BYTES => continue,
                 (true, _) => BUSY_PAUSE,
                 (false, true) => (pause * 2).min(IDLE_PAUSE),
                 (false, false) => {
@@ -317,11 +330,8 @@ impl Answering {
         let before = self.budget.used();
         let now = Instant::now();
         let own = Some(&self.registration);
-        let say = || self.claims.member.set_reclaimable(self.budget.offered(own));
-        // Others wait for what this member says that it has.
-        say();
-        let _reclaimed = self.budget.reclaim(owed, Some(now + ANSWER_WAIT), own);
-        say();
+        let _reclaimed = self.budget.reclaim(owed.min(ANSWER_BYTES), Some(now + ANSWER_WAIT), own);
+        self.claims.member.set_reclaimable(self.budget.offered(own));
         before.saturating_sub(self.budget.used())
     }
 }

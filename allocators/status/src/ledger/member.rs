@@ -530,13 +530,14 @@ impl Member {
 
     /// Records that a driver has refused `bytes`. Of the room that the ledger has for them, so much
     /// counts as others' use that they do not fit, until a [measurement](Self::measure) lowers it.
+    /// Without measurements that is for good.
     pub fn count_refused(&self, bytes: u64) {
         let (refused, _) = self.refusal_now(bytes);
         let free = ClaimRefused { limit: u64::MAX, ..refused }.room();
-        if self.is_of_this_process() && free >= bytes {
+        if bytes > 0 && self.is_of_this_process() && free >= bytes {
             let others = &self.ledger.table().header[header::UNACCOUNTED];
             let known = others.load(Relaxed);
-            put(others, known.saturating_add(free - bytes + 1).min(self.capacity), Relaxed);
+            put(others, known.saturating_add(free - bytes).saturating_add(1), Relaxed);
         }
     }
 
@@ -572,7 +573,8 @@ impl Member {
             let order = (words[slot::PRIORITY].load(Relaxed).cast_signed(), number);
             // A member that waits itself has nothing to give.
             if order < own && words[slot::WANTED].load(Relaxed) == 0 {
-                before = before.saturating_add(reclaimable(words));
+                let could = words[slot::RECLAIMABLE].load(Relaxed).min(excess(words));
+                before = before.saturating_add(could);
             }
         }
         let wanted = wishes.iter().fold(0, |sum: u64, wish| sum.saturating_add(wish.bytes));
@@ -591,17 +593,6 @@ impl Member {
         (0..table.used())
             .filter(|number| *number != self.slot)
             .map(|number| excess(table.slot(number)))
-            .fold(0, u64::saturating_add)
-    }
-
-    /// Returns what the other members [say](Self::set_reclaimable) that they could give back, at
-    /// most what they hold beyond their guarantees. Makes a system call for each that holds any.
-    #[must_use]
-    pub fn reclaimable_of_others(&self) -> u64 {
-        let (table, dead) = (self.ledger.table(), self.ledger.dead());
-        (0..table.used())
-            .filter(|number| *number != self.slot && dead.iter().all(|dead| dead.number != *number))
-            .map(|number| reclaimable(table.slot(number)))
             .fold(0, u64::saturating_add)
     }
 
@@ -660,11 +651,6 @@ impl Drop for Member {
 fn excess(words: &[AtomicU64]) -> u64 {
     let claimed = words[slot::CLAIMED].load(Acquire);
     claimed.saturating_sub(words[slot::GUARANTEE].load(Relaxed))
-}
-
-/// Returns what the member of a slot could give back.
-fn reclaimable(words: &[AtomicU64]) -> u64 {
-    words[slot::RECLAIMABLE].load(Relaxed).min(excess(words))
 }
 
 /// A wish in the slot of a member, withdrawn when it is dropped.
