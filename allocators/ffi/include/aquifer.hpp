@@ -933,6 +933,57 @@ public:
 #endif
 };
 
+/* `Resource`, with `OutOfMemory` thrown instead of out_of_memory, constructed from its text. RMM's
+ * adaptors retry or report what they catch as rmm::out_of_memory:
+ *
+ *     aquifer::throwing<aquifer::device_resource, rmm::out_of_memory> memory(runtime, 0); */
+template <class Resource, class OutOfMemory>
+class throwing : public detail::resource_names<throwing<Resource, OutOfMemory>> {
+public:
+    throwing(runtime_view runtime, std::uint32_t device) noexcept
+        : throwing::resource_names(runtime, device), resource_(runtime, device) {}
+
+    runtime_view runtime() const noexcept { return resource_.runtime(); }
+    std::uint32_t device() const noexcept { return resource_.device(); }
+
+    void *allocate_on(stream_handle stream, std::size_t bytes, std::size_t align = 256) {
+        return translate([&] { return resource_.allocate_on(stream, bytes, align); });
+    }
+    void deallocate_on(stream_handle stream, void *memory, std::size_t bytes = 0) noexcept {
+        resource_.deallocate_on(stream, memory, bytes);
+    }
+    void *allocate_sync(std::size_t bytes, std::size_t align = 256) {
+        return translate([&] { return resource_.allocate_sync(bytes, align); });
+    }
+    void deallocate_sync(void *memory, std::size_t bytes = 0, std::size_t align = 256) noexcept {
+        resource_.deallocate_sync(memory, bytes, align);
+    }
+
+#if AQUIFER_CUDA_MR
+    template <class R = Resource, class Property = cuda::mr::device_accessible,
+              class = decltype(get_property(std::declval<const R &>(), Property()))>
+    friend constexpr void get_property(const throwing &, cuda::mr::device_accessible) noexcept {}
+    template <class R = Resource, class Property = cuda::mr::host_accessible,
+              class = decltype(get_property(std::declval<const R &>(), Property()))>
+    friend constexpr void get_property(const throwing &, cuda::mr::host_accessible) noexcept {}
+#if defined(CCCL_VERSION) && CCCL_VERSION >= 3002000
+    using default_queries = typename Resource::default_queries;
+#endif
+#endif
+
+private:
+    template <class Allocate>
+    static void *translate(Allocate allocate) {
+        try {
+            return allocate();
+        } catch (const out_of_memory &error) {
+            throw OutOfMemory(error.what());
+        }
+    }
+
+    Resource resource_;
+};
+
 }  // namespace AQUIFER_CONFIGURATION
 
 /* A standard allocator of pinned host memory near a device: std::vector<T, pinned_allocator<T>>.

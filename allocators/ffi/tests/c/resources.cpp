@@ -3,6 +3,8 @@
 #include "aquifer.hpp"
 #include "check.h"
 #include "resources/null_stream.h"
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 static_assert(AQUIFER_CUDA_MR == 1, "the stand-in is found");
@@ -76,6 +78,17 @@ constexpr bool is_value =
     std::is_copy_constructible_v<R> && std::is_nothrow_move_constructible_v<R>;
 static_assert(is_value<device_resource> && is_value<pinned_resource>);
 
+struct other_out_of_memory : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+using throwing_device = aquifer::throwing<device_resource, other_out_of_memory>;
+using throwing_pinned = aquifer::throwing<pinned_resource, other_out_of_memory>;
+static_assert(is_resource<throwing_device>::value && is_async_resource<throwing_pinned>::value);
+static_assert(has_property<throwing_device, cuda::mr::device_accessible>::value);
+static_assert(!has_property<throwing_device, cuda::mr::host_accessible>::value);
+static_assert(has_property<throwing_pinned, cuda::mr::host_accessible>::value);
+static_assert(is_value<throwing_device>);
+
 constexpr std::size_t MIB = 1u << 20;
 
 stream_ref ref(const aquifer::sim_stream &stream) {
@@ -113,6 +126,26 @@ void a_block_is_reused_after_the_work_of_the_stream_that_deallocates_it() {
         a.synchronize();
         b.synchronize();
     }
+    in_order(rt.get(), 1);
+}
+
+void a_resource_throws_the_type_that_its_user_chooses() {
+    const aquifer::runtime rt = late(7);
+    throwing_device memory(rt, 0);
+    const aquifer::sim_stream stream(rt, 0);
+    void *block = memory.allocate(ref(stream), MIB);
+    CHECK(memory == throwing_device(rt, 0) && memory != throwing_device(rt, 1));
+    int thrown = 0;
+    for (const bool is_sync : {false, true}) {
+        try {
+            is_sync ? memory.allocate_sync(64 * MIB) : memory.allocate(ref(stream), 64 * MIB);
+        } catch (const other_out_of_memory &error) {
+            thrown += std::string(error.what()).find("out of memory") == 0;
+        }
+    }
+    CHECK(thrown == 2);
+    memory.deallocate(ref(stream), block, MIB);
+    stream.synchronize();
     in_order(rt.get(), 1);
 }
 
@@ -238,6 +271,7 @@ void files_differ_in_the_null_stream() {
 
 int main() {
     a_block_is_reused_after_the_work_of_the_stream_that_deallocates_it();
+    a_resource_throws_the_type_that_its_user_chooses();
     synchronous_memory_is_usable_on_any_stream_at_once();
     sizes_alignments_and_errors();
     a_destroyed_runtime_takes_its_blocks_back();

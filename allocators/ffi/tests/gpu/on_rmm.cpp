@@ -14,6 +14,7 @@
 #include <rmm/cuda_stream.hpp>
 #include <rmm/device_buffer.hpp>
 #include <rmm/device_uvector.hpp>
+#include <rmm/error.hpp>
 #include <rmm/mr/cuda_async_memory_resource.hpp>
 #include <rmm/mr/cuda_memory_resource.hpp>
 #include <rmm/mr/limiting_resource_adaptor.hpp>
@@ -28,6 +29,8 @@ static_assert(
     cuda::mr::resource_with<aquifer::device_resource, cuda::mr::device_accessible>);
 static_assert(cuda::mr::resource_with<aquifer::pinned_resource, cuda::mr::device_accessible,
                                       cuda::mr::host_accessible>);
+using throwing = aquifer::throwing<aquifer::device_resource, rmm::out_of_memory>;
+static_assert(cuda::mr::resource_with<throwing, cuda::mr::device_accessible>);
 
 namespace {
 
@@ -114,6 +117,16 @@ int main() try {
         stream.synchronize();
         for (const unsigned char byte : back) check(byte == 5, "a resized copy keeps its bytes");
         rmm::mr::set_current_device_resource(before);
+    }
+    {
+        throwing translated(rt, 0);
+        bool refused = false;
+        try {
+            rmm::device_buffer more(std::size_t{1} << 50, rmm::cuda_stream_view{}, translated);
+        } catch (const rmm::out_of_memory &) {
+            refused = true;
+        }
+        check(refused, "a refusal is RMM's exception");
     }
     {
         rmm::mr::statistics_resource_adaptor counted(memory);
