@@ -11,6 +11,7 @@
 //! [inside]: guide::inside
 //! [planning]: guide::planning
 //! [ranks]: guide::torchrun
+//! [yardsticks]: guide::yardsticks
 //! [Ray]: guide::ray
 //! [safety]: guide::safety
 //! [sharing]: guide::sharing
