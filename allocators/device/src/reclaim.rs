@@ -47,8 +47,13 @@ impl<'a> Reclaimers<'a> {
         self.asking.for_charge(bytes, deadline)
     }
 
-    /// Calls the next reclaimer with memory of this device, under any budget of the tree, after the
-    /// driver has refused `bytes`.
+    /// As [`for_memory`](Self::for_memory), after the driver has refused `bytes`.
+    pub(crate) fn after_refusal(&mut self, bytes: u64, deadline: Option<Instant>) -> Option<Tried> {
+        self.asking.refused_by_driver(bytes);
+        self.for_memory(bytes, deadline)
+    }
+
+    /// Calls the next reclaimer with memory of this device, under any budget of the tree.
     pub(crate) fn for_memory(&mut self, bytes: u64, deadline: Option<Instant>) -> Option<Tried> {
         let Self { asking, driver, device } = self;
         asking.for_memory(bytes, deadline, &|place| is_memory_of(*driver, *device, place))

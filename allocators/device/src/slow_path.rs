@@ -221,7 +221,7 @@ impl PoolCore {
         deadline: Option<Instant>,
     ) -> bool {
         let reclaimed = match progress.refused {
-            Some(HandleError::Driver(_)) => reclaimers.for_memory(wanted, deadline),
+            Some(HandleError::Driver(_)) => reclaimers.after_refusal(wanted, deadline),
             Some(HandleError::Budget(refused)) => {
                 let drawn = progress.reserved.map_or(0, |held| {
                     held.lock().unwrap_or_else(PoisonError::into_inner).remaining()

@@ -153,7 +153,7 @@ fn a_request_that_its_own_limit_refuses_takes_no_room_from_others() {
     let room = own.budget().make_room(1, Some(Instant::now() + Duration::from_millis(20)), None);
     assert_eq!((room.missing, other.member().room()), (1, 70));
     // Nothing measures here, so what a driver refuses could not be corrected.
-    let _none = own.budget().asking(None).for_memory(5, None, &|_| false);
+    own.budget().asking(None).refused_by_driver(5);
     assert_eq!(other.member().room(), 70);
 }
 
@@ -173,6 +173,7 @@ fn others_give_back_what_a_driver_has_taken_for_itself_beyond_all_claims() {
     drop(own.budget().charge(5).unwrap());
     taken.store(5, Relaxed);
     let mut asking = own.budget().asking(None);
+    asking.refused_by_driver(5);
     assert!(asking.for_memory(5, None, &|_| false).is_some());
     assert_eq!(cache.bytes(), 90);
     assert!(own.budget().charge(5).is_ok());
@@ -194,6 +195,7 @@ fn others_give_back_what_a_driver_refuses_although_it_counts_as_much_as_free() {
     for _ in 0..2 {
         let before = cache.bytes();
         drop(own.budget().charge(5).unwrap());
+        asking.refused_by_driver(5);
         assert!(asking.for_memory(5, None, &|_| false).is_some());
         assert!(cache.bytes() < before);
     }

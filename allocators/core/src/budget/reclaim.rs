@@ -382,8 +382,15 @@ impl Asking<'_> {
         self.reclaim_next(node, missing, deadline, &|_| true)
     }
 
-    /// Calls the next reclaimer for `bytes` that a driver has refused. The candidates are those of
-    /// the whole tree whose place satisfies `eligible` or is `None`. Returns `None` if no candidate
+    /// Tells the source of the root's capacity that a driver has refused `bytes`.
+    pub fn refused_by_driver(&self, bytes: u64) {
+        if let Some(source) = self.budget.node.tree.source() {
+            source.refused_by_driver(bytes);
+        }
+    }
+
+    /// Calls the next reclaimer for `bytes` of memory, whatever the budgets say. The candidates are
+    /// those of the whole tree whose place satisfies `eligible` or is `None`. Returns `None` if no candidate
     /// is left. The deadline works as in [`Asking::for_charge`].
     pub fn for_memory(
         &mut self,
@@ -392,9 +399,6 @@ impl Asking<'_> {
         eligible: &dyn Fn(MemoryLocation) -> bool,
     ) -> Option<Tried> {
         let node = self.budget.node;
-        if let Some(source) = node.tree.source() {
-            source.refused_by_driver(bytes);
-        }
         self.reclaim_next(node.ancestors.last().copied().unwrap_or(node), bytes, deadline, eligible)
     }
 

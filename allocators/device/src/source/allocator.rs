@@ -277,7 +277,7 @@ impl<S: RangeSource> SourceAllocator<S> {
                 Err(MemoryError::OutOfBudget(refused)) => {
                     reclaimers.for_charge(refused.requested, now)
                 }
-                Err(error) if is_shortage(error) => reclaimers.for_memory(bytes, now),
+                Err(error) if is_shortage(error) => reclaimers.after_refusal(bytes, now),
                 _ => return allocated,
             };
             if reclaimed.is_none() {
