@@ -1,5 +1,5 @@
 //! Programs over registered device memory: parts on several streams, work, prepared uses, limits,
-//! failing calls, and a transport that refuses.
+//! failing calls, and a transport that refuses, with chunks of either kind.
 //!
 //! Invariants after every operation: parts lie apart and within chunks that are registered, chunks
 //! do not move, and each is registered once. The oracle reports nothing. At the end nothing is
@@ -14,19 +14,29 @@ use aquifer_core::{Budget, MemoryError, Opaque};
 use aquifer_device::{
     AddressRegistration, Block, PoolConfig, RegisteredDevicePool, Registrar, Request,
 };
-use aquifer_driver::{Access, Call, DeviceRange, Operand};
+use aquifer_driver::{Access, Call, DeviceRange, ExportTypes, Operand};
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-const FAULTS: [Call; 5] =
-    [Call::MemAlloc, Call::MemFree, Call::EventRecord, Call::EventQuery, Call::StreamWaitEvent];
+const FAULTS: [Call; 10] = [
+    Call::MemAlloc,
+    Call::MemFree,
+    Call::EventRecord,
+    Call::EventQuery,
+    Call::StreamWaitEvent,
+    Call::HandleCreate,
+    Call::HandleRelease,
+    Call::Map,
+    Call::SetAccess,
+    Call::Unmap,
+];
 
-/// A transport: what is registered by address, and whether it refuses.
-#[derive(Clone, Debug, Default)]
-struct Transport(Arc<Mutex<(BTreeMap<u64, DeviceRange>, bool)>>);
+/// A transport: what is registered by address, whether it refuses, and how it exports chunks.
+#[derive(Clone, Debug)]
+struct Transport(Arc<Mutex<(BTreeMap<u64, DeviceRange>, bool)>>, ExportTypes);
 
 impl Transport {
     fn lock(&self) -> MutexGuard<'_, (BTreeMap<u64, DeviceRange>, bool)> {
@@ -43,6 +53,9 @@ impl Registrar for Transport {
         }
         assert_eq!(state.0.insert(range.address, range), None, "registered twice");
         Ok(range.address)
+    }
+    fn export(&self) -> ExportTypes {
+        self.1
     }
     fn unregister(&self, _: &AddressRegistration, handle: &u64) -> Result<(), i32> {
         let mut state = self.lock();
@@ -68,10 +81,11 @@ impl Program for World {
         let mut config = PoolConfig::with_budget(Budget::new("the fuzzed device", 32 << 20));
         config.wait = Duration::from_micros(300);
         let rig = Rig::open(sim, config, 3);
-        let transport = Transport::default();
-        let pool =
-            RegisteredDevicePool::new(&rig.pool, u64::from(bytes.u8()) << 16, transport.clone())
-                .expect(IDLE);
+        let size = bytes.u8();
+        let export = if size & 1 == 0 { ExportTypes::NONE } else { ExportTypes::POSIX_FD };
+        let transport = Transport(Arc::default(), export);
+        let pool = RegisteredDevicePool::new(&rig.pool, u64::from(size) << 16, transport.clone())
+            .expect(IDLE);
         Some(Self { rig, transport, pool, blocks: Vec::new() })
     }
 
