@@ -26,24 +26,26 @@ PYTHON = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(PYTHON), str(PYTHON / "examples")]
 from skip import skip  # noqa: E402
 
-RUN = [os.environ.get("AQUIFER", "aquifer"), "run"]
+AQUIFER = os.environ.get("AQUIFER", "aquifer")
+# Samples run in another folder.
+RUN = [os.path.abspath(AQUIFER) if "/" in AQUIFER else AQUIFER, "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 GIB, MIB = 1 << 30, 1 << 20
 # Of each device: what the first job is guaranteed, and takes; and the second's guarantee.
 FIRST, TAKEN, SECOND = 20, 90, 30
 
 
-def start(command, **environment):
+def start(command, cwd=None, **environment):
     """Starts a program of which this one reads and writes lines."""
     # NVLink multicast stays off.
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", **environment}
     pipe = subprocess.PIPE
-    return subprocess.Popen([str(part) for part in command], env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([str(part) for part in command], cwd=cwd, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
 
-def output(command, seconds=120, **environment):
+def output(command, seconds=120, cwd=None, **environment):
     """Runs a program to its end. Returns what it has written."""
-    process = start(command, **environment)
+    process = start(command, cwd, **environment)
     try:
         text, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -154,9 +156,8 @@ def samples(folder, checkout):
     output([*nvcc, found["memMapIpc.cpp"], helper, "-o", folder / "memMapIPCDrv", "-L", stubs, "-lcuda"])
     for name in ("streamOrderedAllocationP2P", "simpleIPC", "memMapIPCDrv"):
         # They look for their kernels in the working folder.
-        shell = ["sh", "-c", f'cd "{folder}" && exec "$@"', "sh"]
-        native = output([*shell, folder / name])
-        same = output([*shell, *RUN, "--record", folder / f"{name}.csv", "--", folder / name]) == native
+        native = output([folder / name], cwd=folder)
+        same = output([*RUN, "--record", folder / f"{name}.csv", "--", folder / name], cwd=folder) == native
         assert any(line["op"] == "a" for trace in folder.glob(f"{name}*.csv") for line in rows(trace)), f"{name}: no allocation is recorded"
         row(f"NVIDIA's {name}", "passes natively and under aquifer run", "the same output" if same else "other output (of processes that race)")
 
