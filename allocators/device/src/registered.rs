@@ -47,8 +47,9 @@ pub trait Registrar: fmt::Debug + Send + Sync + 'static {
 
     /// Returns how the transport exports chunks. With [`ExportTypes::NONE`] a chunk is one
     /// `cuMemAlloc`, which the transports of [`DevicePool::alloc_stable_legacy`] accept. Otherwise
-    /// it is one physical handle with those of the types that the device supports. Where it supports
-    /// none of them, and in [bypass mode](crate::PoolConfig::bypass), it is a `cuMemAlloc` too.
+    /// it is one physical handle with those of the types that the device supports. Where it
+    /// supports none of them, and in [bypass mode](crate::PoolConfig::bypass), it is a
+    /// `cuMemAlloc` too.
     ///
     /// NCCL exports a handle by a file descriptor, and does not use what it cannot export: return
     /// `ExportTypes::POSIX_FD.with_rdma()`, as `ncclMemAlloc` does.
@@ -163,8 +164,7 @@ impl<R: Registrar> RegisteredDevicePool<R> {
     pub fn new(pool: &DevicePool, chunk_bytes: u64, registrar: R) -> Result<Self> {
         let state = State { chunks: Vec::new(), pending: Vec::new(), leaving: Vec::new() };
         let (stream, state) = (pool.stream()?, Mutex::new(state));
-        let info = &pool.core().info;
-        let export = registrar.export().common(info.export_types);
+        let export = registrar.export().common(pool.core().info.export_types);
         let memory = if export.posix_fd || export.fabric {
             StableMemory::Mapped(export)
         } else {

@@ -197,8 +197,7 @@ impl DevicePool {
         let request = core.checked(request)?;
         self.check_stream(stream)?;
         let dedicated = &core.dedicated;
-        let is_whole = matches!(memory, StableMemory::Whole);
-        if is_whole && request.alignment() > crate::BLOCK_ALIGN {
+        if matches!(memory, StableMemory::Whole) && request.alignment() > crate::BLOCK_ALIGN {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
         // One deadline for the tag's limit and for the pool.

@@ -158,7 +158,7 @@ impl World {
         }
         if let Some(first) = self.members.first() {
             // Others' use is lowered while claims stand still.
-            (0..2).for_each(|_| first.member.measure(|| Some(0)));
+            (0..2).for_each(|_| _ = first.member.measure(|| Some(0)));
             self.noisy = false;
         }
         self.read();

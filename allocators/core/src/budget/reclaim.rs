@@ -390,8 +390,8 @@ impl Asking<'_> {
     }
 
     /// Calls the next reclaimer for `bytes` of memory, whatever the budgets say. The candidates are
-    /// those of the whole tree whose place satisfies `eligible` or is `None`. Returns `None` if no candidate
-    /// is left. The deadline works as in [`Asking::for_charge`].
+    /// those of the whole tree whose place satisfies `eligible` or is `None`. Returns `None` if no
+    /// candidate is left. The deadline works as in [`Asking::for_charge`].
     pub fn for_memory(
         &mut self,
         bytes: u64,

@@ -49,8 +49,8 @@ impl IdSet {
         Some(set)
     }
 
-    /// Parses the kernel's mask format: hexadecimal words of 32 bits, the highest first, with commas
-    /// between them. Otherwise like [`IdSet::parse_list`].
+    /// Parses the kernel's mask format: hexadecimal words of 32 bits, the highest first, with
+    /// commas between them. Otherwise like [`IdSet::parse_list`].
     #[must_use]
     pub(super) fn parse_mask(text: &str) -> Option<Self> {
         let mut set = Self::default();

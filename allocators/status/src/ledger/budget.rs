@@ -71,16 +71,9 @@ impl BudgetClaims {
         work(&mut self.credit.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Measures what is in use. If that panics, it is unknown this time. Returns whether it is
-    /// known.
+    /// Measures what is in use, and returns whether it is known: if that panics, it is not.
     fn measure(&self) -> bool {
-        let mut is_known = false;
-        self.member.measure(|| {
-            let in_use = contain(&self.in_use).flatten();
-            is_known = in_use.is_some();
-            in_use
-        });
-        is_known
+        self.member.measure(|| contain(&self.in_use).flatten())
     }
 
     fn add_credit(&self, bytes: u64) {
@@ -213,8 +206,8 @@ pub struct SharedBudget {
 impl Member {
     /// Creates a root budget that claims from the ledger, and starts the thread that answers other
     /// members. `in_use` returns the bytes of the memory that all processes use, see
-    /// [`Member::measure`]. It is called at once, every 50 ms, and before others are asked to give
-    /// memory back. A panic of it counts as `None`.
+    /// [`Member::measure`]. It is called at once, every 50 ms, and where a driver has refused
+    /// memory. A panic of it counts as `None`.
     ///
     /// # Errors
     /// [`LedgerError::NoThread`].
@@ -227,7 +220,7 @@ impl Member {
         let in_use = Box::new(in_use);
         let claims = Arc::new(BudgetClaims { member: self, credit: Mutex::default(), in_use });
         // The first claim may come before the thread's first round.
-        let _known = claims.measure();
+        claims.measure();
         let budget = Budget::shared(name, limit, claims.clone());
         let registration = budget.on_need(&claims);
         let stop = Arc::new(AtomicBool::new(false));
@@ -306,7 +299,7 @@ impl Answering {
             if last_round.is_none_or(|last| last.elapsed() >= IDLE_PAUSE) {
                 last_round = Some(Instant::now());
                 member.refresh();
-                let _known = self.claims.measure();
+                self.claims.measure();
                 self.claims.expire_credit();
                 member.set_reclaimable(self.budget.offered(Some(&self.registration)));
             }

@@ -487,9 +487,10 @@ impl Member {
     /// Memory is claimed before it is taken, so while claims change, less is in use than is
     /// claimed, and the others' part seems smaller than it is. It is therefore raised at once, but
     /// lowered only if neither it nor a claim has changed since this member's measurement before.
-    pub fn measure(&self, read: impl FnOnce() -> Option<u64>) {
+    /// Returns whether the use is known.
+    pub fn measure(&self, read: impl FnOnce() -> Option<u64>) -> bool {
         if !self.is_of_this_process() {
-            return;
+            return false;
         }
         let dead = self.ledger.dead();
         let table = self.ledger.table();
@@ -503,7 +504,7 @@ impl Member {
         // What is released or claimed during the reading is not taken for others' use. Members that
         // join during it are in the second look.
         let before = claimed();
-        let Some(in_use) = read() else { return };
+        let Some(in_use) = read() else { return false };
         let after = claimed();
         let others = &table.header[header::UNACCOUNTED];
         let known = others.load(Relaxed);
@@ -526,6 +527,7 @@ impl Member {
             // What another measurement or a refusal has written meanwhile is newer.
             let _newer = others.compare_exchange(known, unaccounted, Relaxed, Relaxed);
         }
+        true
     }
 
     /// Records that a driver has refused `bytes`. Of the room that the ledger has for them, so much

@@ -34,7 +34,7 @@ fn member_process() {
     member.claim(scale * 10 * MIB + 1).unwrap();
     member.set_reclaimable(scale * MIB);
     // Others' use is lowered while claims stand still.
-    (0..2).for_each(|_| member.measure(|| Some(31 * MIB + 2)));
+    (0..2).for_each(|_| _ = member.measure(|| Some(31 * MIB + 2)));
     say("ready");
     wait_for_end();
 }
