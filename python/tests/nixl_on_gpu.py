@@ -39,8 +39,8 @@ def start(name):
     return torch, nixl_agent(name, nixl_agent_config(backends=["UCX"]))
 
 
-def content(torch, seed):
-    return (torch.arange(SIZE // 8, device="cuda", dtype=torch.int64) * 7919 + seed).view(torch.uint8)
+def content(torch, seed, size=SIZE):
+    return (torch.arange(size // 8, device="cuda", dtype=torch.int64) * 7919 + seed).view(torch.uint8)
 
 
 def location(tensor):
@@ -68,7 +68,7 @@ def serve(connection):
 def rate(agent, direction, local, remote, peer):
     """Performs a transfer between a tensor and the location of another, and returns its GB/s."""
     descriptors = (agent.get_xfer_descs([at], "VRAM") for at in (location(local), remote))
-    return SIZE / transfer(agent, direction, *descriptors, peer) / 1e9
+    return remote[1] / transfer(agent, direction, *descriptors, peer) / 1e9
 
 
 class Tensors(unittest.TestCase):
