@@ -1,27 +1,34 @@
 //! The exact search of a small plan: the lowest top that any placement of its blocks has.
 //!
-//! After Moffitt, "minimalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine
-//! Learning" (ASPLOS 2024). Blocks are placed from below, depth first, and a top is asked for:
+//! A top is asked for, and blocks are placed from below, depth first:
 //!
-//! - *Canonical solutions.* If there is a placement, there is one in which no block can sink. It is
-//!   found by placing blocks in ascending order of their addresses, each at the lowest one above
-//!   its placed neighbours. Blocks at the same address, and equal blocks, come in one order only.
-//! - *Sections.* Blocks live together in few sections of time. In each, the blocks that are not
-//!   placed stack up from the lowest address that each can still have, which bounds the top.
-//! - *Dominance.* No block begins where another one could end: that one would fit below.
+//! - *Sections.* Blocks live together in few sections of time. Each has a floor: the lowest address
+//!   at which one of its blocks that are not placed can still begin. Floor and the units of these
+//!   blocks bound the top.
+//! - *The lowest gap.* In a section whose floor is the lowest of all, each block that can begin
+//!   there is tried, and then none: the floor rises to the next address at which something can
+//!   end or begin. So each placement is tried once at most, and only those in which no block can
+//!   sink: if there is a placement, there is such a one. Of equal blocks, one is tried.
+//! - *What is decided first.* A section with one such block at most; otherwise in turns the section
+//!   with the fewest, and the first block of an order in its section with the fewest.
 //! - *Decomposition.* Where no block that is not placed crosses a border between sections, both
 //!   sides are searched by themselves.
 //!
 //! What is good to place first is unknown and matters much: a search that takes too long is stopped
 //! and begun again in another random order, with more time.
+//!
+//! Sections, orders and decomposition are those of Moffitt, "minimalloc: A Lightweight Memory
+//! Allocator for Hardware-Accelerated Machine Learning" (ASPLOS 2024), and the lowest gap is a
+//! usual choice for packing strips: Martello, Monaci and Vigo, "An Exact Approach to the
+//! Strip-Packing Problem" (INFORMS Journal on Computing, 2003).
 
 use crate::plan::{block::Lives, random::PlanRandom};
 use std::{cmp::Reverse, ops::Range, time::Instant};
 
 /// The most blocks of an exact search, which also bounds its recursion.
 pub(crate) const MOST: usize = 512;
-/// The steps of the first attempt. Each attempt may take a twenty-fourth more than the one before.
-const STEPS: u64 = 250;
+/// The steps of the first attempt. Each attempt may take a thirty-second more than the one before.
+const STEPS: u64 = 2000;
 /// Steps between two looks at the clock.
 const STRIDE: u64 = 128;
 
@@ -49,16 +56,18 @@ pub(crate) fn lower(
             failed = least;
         }
         let cap = if attempt % 2 == 0 { least } else { failed.midpoint(best).min(best - 1) };
-        let order = sections.order(lives, attempt / 2, random);
-        let mut packing = Packing::new(lives, &sections, &order, cap, budget.min(steps), deadline);
-        let all: Vec<u32> = (0..order.len() as u32).collect();
-        let result = packing.parts(&all, 0..sections.loads.len(), (0, 0));
-        steps = steps.saturating_sub(budget.min(steps) - packing.steps);
+        let order = sections.order(lives, attempt / 4, random);
+        let blocks = Blocks::new(lives, &sections, &order);
+        let mut packing = Packing::new(&blocks, &sections.loads, cap);
+        (packing.steps, packing.deadline) = (budget.min(steps), deadline);
+        packing.is_in_order = attempt / 2 % 2 == 0;
+        let result = packing.parts(0..sections.loads.len());
+        steps -= budget.min(steps) - packing.steps;
         match result {
             Ok(true) => {
                 let mut at = vec![0; order.len()];
-                for (&block, &least) in order.iter().zip(&packing.least) {
-                    at[block as usize] = least;
+                for (&block, &placed) in order.iter().zip(&packing.at) {
+                    at[block as usize] = placed;
                 }
                 best = at.iter().zip(&lives.units).map(|(at, units)| at + units).max().unwrap_or(0);
                 found(best, at);
@@ -67,7 +76,7 @@ pub(crate) fn lower(
             Err(Spent) if deadline.is_some_and(|deadline| Instant::now() >= deadline) => return,
             Err(Spent) => failed = failed.max(cap),
         }
-        budget += budget / 24;
+        budget += budget / 32;
     }
 }
 
@@ -76,7 +85,7 @@ struct Sections {
     /// The sections of each block.
     spans: Vec<Range<usize>>,
     /// The units that live at the end of each section.
-    loads: Vec<u64>,
+    loads: Vec<u32>,
 }
 
 impl Sections {
@@ -89,23 +98,24 @@ impl Sections {
         let spans: Vec<_> = spans.collect();
         let mut loads = vec![0; ends.len()];
         for (span, &units) in spans.iter().zip(&lives.units) {
-            loads[span.clone()].iter_mut().for_each(|load| *load += u64::from(units));
+            loads[span.clone()].iter_mut().for_each(|load| *load += units);
         }
         Self { spans, loads }
     }
 
-    /// Returns the blocks in the order in which they are placed at the same address: by the length
+    /// Returns the blocks in the order in which they are tried at the same address: by the sections
     /// of life or size times that, and for two of three kinds by the load first. Up to a
     /// quarter, a half or all of it is added at random.
     fn order(&self, lives: &Lives, kind: u64, random: &mut PlanRandom) -> Vec<u32> {
         let mut order: Vec<u32> = (0..lives.len() as u32).collect();
         order.sort_by_cached_key(|&block| {
             let block = block as usize;
-            let life = u64::from(lives.slots[block].end - lives.slots[block].start);
-            // Below 2^9 slots, 2^31 units, and 2^11.
-            let life = life * (1024 + random.below(256 << (kind / 3 % 3)));
+            // Below 2^10 sections, 2^31 units, and 2^11.
+            let life =
+                self.spans[block].len() as u64 * (1024 + random.below(256 << (kind / 3 % 3)));
             let area = life * u64::from(lives.units[block]);
-            let load = self.loads[self.spans[block].clone()].iter().max().copied().unwrap_or(0);
+            let load = self.loads[self.spans[block].clone()].iter().max().copied();
+            let load = u64::from(load.unwrap_or(0));
             Reverse(match kind % 3 {
                 0 => (life, area),
                 1 => (load, area),
@@ -116,42 +126,27 @@ impl Sections {
     }
 }
 
-/// An attempt to place all blocks below a top. Blocks are numbered in the order of the attempt.
-struct Packing {
-    cap: u32,
-    /// The steps that are left.
-    steps: u64,
-    deadline: Option<Instant>,
+/// The blocks of an attempt, numbered in its order.
+struct Blocks {
     units: Vec<u32>,
     spans: Vec<Range<usize>>,
+    /// The blocks of each section.
+    members: Vec<Vec<u32>>,
     /// The blocks that live together with each.
     neighbours: Vec<Vec<u32>>,
     /// The last equal block before each.
     twins: Vec<Option<u32>>,
-    /// The address of each placed block, and the lowest that is left to each other one.
-    least: Vec<u32>,
-    is_placed: Vec<bool>,
-    /// The number of blocks that are not placed and cross the end of each section.
-    crossing: Vec<u32>,
-    /// The bound of each section in the step at hand.
-    heights: Vec<u32>,
-    /// The placed blocks, and what `least` was before each change: both in their order.
-    placed: Vec<u32>,
-    changes: Vec<(u32, u32)>,
 }
 
-impl Packing {
-    fn new(
-        lives: &Lives,
-        sections: &Sections,
-        order: &[u32],
-        cap: u32,
-        steps: u64,
-        deadline: Option<Instant>,
-    ) -> Self {
+impl Blocks {
+    fn new(lives: &Lives, sections: &Sections, order: &[u32]) -> Self {
         let units: Vec<u32> = order.iter().map(|&block| lives.units[block as usize]).collect();
         let spans = order.iter().map(|&block| sections.spans[block as usize].clone());
         let spans: Vec<Range<usize>> = spans.collect();
+        let mut members = vec![Vec::new(); sections.loads.len()];
+        for (block, span) in (0..).zip(&spans) {
+            members[span.clone()].iter_mut().for_each(|blocks| blocks.push(block));
+        }
         let meets = |a: usize, b: usize| {
             a != b && spans[a].start < spans[b].end && spans[b].start < spans[a].end
         };
@@ -159,46 +154,75 @@ impl Packing {
         let equal = |a: usize, b: usize| units[a] == units[b] && spans[a] == spans[b];
         let neighbours = |a| (0..count).filter(|&b| meets(a, b)).map(|b| b as u32).collect();
         let twin = |a| (0..a).rfind(|&b| equal(a, b)).map(|b| b as u32);
-        let mut crossing = vec![0; sections.loads.len()];
-        for span in &spans {
-            crossing[span.start..span.end - 1].iter_mut().for_each(|count| *count += 1);
-        }
         Self {
-            cap,
-            steps,
-            deadline,
             neighbours: (0..count).map(neighbours).collect(),
             twins: (0..count).map(twin).collect(),
-            least: vec![0; count],
-            is_placed: vec![false; count],
-            heights: vec![0; crossing.len()],
-            crossing,
-            placed: Vec::with_capacity(count),
-            changes: Vec::new(),
+            members,
             units,
             spans,
         }
     }
+}
 
-    /// Places the blocks of `rest` that are not placed, in each part of the sections by itself.
-    /// Returns whether that is possible at `last`, an address and a block, or after it.
-    fn parts(
-        &mut self,
-        rest: &[u32],
-        sections: Range<usize>,
-        last: (u32, u32),
-    ) -> Result<bool, Spent> {
+/// An attempt to place all blocks below a top.
+struct Packing<'a> {
+    blocks: &'a Blocks,
+    cap: u32,
+    /// The steps that are left.
+    steps: u64,
+    deadline: Option<Instant>,
+    /// Whether the first block in order decides where to go on, rather than the fewest choices.
+    is_in_order: bool,
+    /// The address of each placed block.
+    at: Vec<u32>,
+    is_placed: Vec<bool>,
+    /// The lowest address that is left to each block: the highest floor of its sections.
+    least: Vec<u32>,
+    /// The floor of each section, and its units that are not placed. They are at most `cap`.
+    floors: Vec<u32>,
+    left: Vec<u32>,
+    /// The number of blocks that are not placed and cross the end of each section.
+    crossing: Vec<u32>,
+    /// The placed blocks, and what `least` and `floors` were before each change, in their order.
+    placed: Vec<u32>,
+    leasts: Vec<(u32, u32)>,
+    raised: Vec<(usize, u32)>,
+}
+
+impl<'a> Packing<'a> {
+    fn new(blocks: &'a Blocks, loads: &[u32], cap: u32) -> Self {
+        let count = blocks.units.len();
+        let mut crossing = vec![0; loads.len()];
+        for span in &blocks.spans {
+            crossing[span.start..span.end - 1].iter_mut().for_each(|count| *count += 1);
+        }
+        Self {
+            blocks,
+            cap,
+            steps: 0,
+            deadline: None,
+            is_in_order: false,
+            at: vec![0; count],
+            is_placed: vec![false; count],
+            least: vec![0; count],
+            floors: vec![0; loads.len()],
+            left: loads.to_vec(),
+            crossing,
+            placed: Vec::with_capacity(count),
+            leasts: Vec::new(),
+            raised: Vec::new(),
+        }
+    }
+
+    /// Places the blocks that are not placed, in each part of the sections by itself. Returns
+    /// whether that is possible.
+    fn parts(&mut self, sections: Range<usize>) -> Result<bool, Spent> {
         let mut start = sections.start;
         for end in sections.start + 1..=sections.end {
             if end < sections.end && self.crossing[end - 1] > 0 {
                 continue;
             }
-            let part = start..end;
-            let is_left = |&block: &u32| {
-                !self.is_placed[block as usize] && part.contains(&self.spans[block as usize].start)
-            };
-            let blocks: Vec<u32> = rest.iter().copied().filter(is_left).collect();
-            if !blocks.is_empty() && !self.part(&blocks, start..end, last)? {
+            if self.left[start..end].iter().any(|&left| left > 0) && !self.part(start..end)? {
                 return Ok(false);
             }
             start = end;
@@ -206,117 +230,143 @@ impl Packing {
         Ok(true)
     }
 
-    /// Places blocks, none of which is placed, in their sections.
-    fn part(
-        &mut self,
-        rest: &[u32],
-        sections: Range<usize>,
-        last: (u32, u32),
-    ) -> Result<bool, Spent> {
-        self.steps = self.steps.checked_sub(1).ok_or(Spent)?;
-        if self.steps.is_multiple_of(STRIDE) && self.deadline.is_some_and(|at| Instant::now() >= at)
-        {
-            return Err(Spent);
-        }
-        let Some((ceiling, order)) = self.bound(rest, sections.clone(), last) else {
-            return Ok(false);
-        };
-        let mark = (self.placed.len(), self.changes.len());
-        for &block in &order {
-            let at = self.least[block as usize];
-            let waits =
-                self.twins[block as usize].is_some_and(|twin| !self.is_placed[twin as usize]);
-            if at >= ceiling || (at, block) < last || waits {
-                continue;
+    /// Places the blocks that are not placed, of which there is one at least.
+    fn part(&mut self, sections: Range<usize>) -> Result<bool, Spent> {
+        loop {
+            self.steps = self.steps.checked_sub(1).ok_or(Spent)?;
+            if self.steps.is_multiple_of(STRIDE)
+                && self.deadline.is_some_and(|at| Instant::now() >= at)
+            {
+                return Err(Spent);
             }
-            let is_covered = self.place(block);
-            if self.parts(&order, sections.clone(), (at, block))? {
+            let open = sections.clone().filter(|&section| self.left[section] > 0);
+            let Some(floor) = open.map(|section| self.floors[section]).min() else {
                 return Ok(true);
-            }
-            self.undo(mark);
-            // With nothing left to lie above it, it is in nobody's way.
-            if !is_covered {
-                break;
-            }
-        }
-        Ok(false)
-    }
-
-    /// Returns the lowest address at which one of the blocks can end, and the blocks in the order
-    /// of the lowest address that each can still have. Returns `None` if a section would be too
-    /// high.
-    fn bound(
-        &mut self,
-        rest: &[u32],
-        sections: Range<usize>,
-        last: (u32, u32),
-    ) -> Option<(u32, Vec<u32>)> {
-        let end = |block: u32, from: u32| {
-            self.least[block as usize].max(from).saturating_add(self.units[block as usize])
-        };
-        let mut ceiling = u32::MAX;
-        let mut lowest = Vec::with_capacity(rest.len());
-        for &block in rest {
-            let at = self.least[block as usize];
-            ceiling = ceiling.min(end(block, 0));
-            // One that was passed over lies on a neighbour that comes after it.
-            let at = if (at, block) < last {
-                let left = self.neighbours[block as usize].iter();
-                let left = left.filter(|&&other| !self.is_placed[other as usize]);
-                left.map(|&other| end(other, last.0)).min()?
-            } else {
-                at
             };
-            lowest.push((at, block));
-        }
-        if ceiling <= last.0 {
-            return None;
-        }
-        lowest.sort_unstable();
-        self.heights[sections].fill(0);
-        for &(at, block) in &lowest {
-            let units = self.units[block as usize];
-            let mut most = 0;
-            for height in &mut self.heights[self.spans[block as usize].clone()] {
-                *height = (*height).max(at).saturating_add(units);
-                most = most.max(*height);
+            let section = self.narrowest(sections.clone(), floor);
+            let choices: Vec<u32> = self.fitting(section, floor).collect();
+            let mark = (self.placed.len(), self.leasts.len(), self.raised.len());
+            for &block in &choices {
+                if self.place(block, floor) && self.parts(sections.clone())? {
+                    return Ok(true);
+                }
+                self.undo(mark);
             }
-            if most > self.cap {
-                return None;
+            // With nothing left to lie above it, a block is in nobody's way.
+            if let [block] = choices[..]
+                && self.left[section] == self.blocks.units[block as usize]
+            {
+                return Ok(false);
+            }
+            match self.next(section, floor) {
+                Some(next) if self.raise(section, next) => {}
+                _ => return Ok(false),
             }
         }
-        Some((ceiling, lowest.into_iter().map(|(_, block)| block).collect()))
     }
 
-    /// Places a block. Returns whether a block that is not placed lives together with it.
-    fn place(&mut self, block: u32) -> bool {
-        let span = &self.spans[block as usize];
+    /// Returns the blocks that can lie at the floor of a section, which is the lowest of all.
+    fn fitting(&self, section: usize, floor: u32) -> impl Iterator<Item = u32> {
+        self.blocks.members[section].iter().copied().filter(move |&block| {
+            let block = block as usize;
+            let waits =
+                || self.blocks.twins[block].is_some_and(|twin| !self.is_placed[twin as usize]);
+            !self.is_placed[block] && self.least[block] == floor && !waits()
+        })
+    }
+
+    /// Returns the section at the floor in which to go on.
+    fn narrowest(&self, sections: Range<usize>, floor: u32) -> usize {
+        let choices = |&section: &usize| self.fitting(section, floor).count();
+        let at_floor = |&section: &usize| self.left[section] > 0 && self.floors[section] == floor;
+        let fewest =
+            sections.clone().filter(at_floor).min_by_key(choices).unwrap_or(sections.start);
+        if !self.is_in_order || choices(&fewest) <= 1 {
+            return fewest;
+        }
+        let first = sections.filter(at_floor).filter_map(|one| self.fitting(one, floor).next());
+        let first = first.min().map(|block| self.blocks.spans[block as usize].clone());
+        first.and_then(|span| span.min_by_key(choices)).unwrap_or(fewest)
+    }
+
+    /// Returns the next address above its floor at which a block of a section can begin, where
+    /// none lies at the floor. Returns `None` if the section would be too high.
+    fn next(&self, section: usize, floor: u32) -> Option<u32> {
+        let is_left = |block: &&u32| !self.is_placed[**block as usize];
+        let above = |&block: &u32| {
+            if self.least[block as usize] > floor {
+                return Some(self.least[block as usize]);
+            }
+            // It lies on another one, which is not in this section.
+            let others = self.blocks.neighbours[block as usize].iter().filter(is_left);
+            let others = others.map(|&other| other as usize);
+            let others = others.filter(|&other| !self.blocks.spans[other].contains(&section));
+            others.map(|other| self.least[other] + self.blocks.units[other]).min()
+        };
+        let next = self.blocks.members[section].iter().filter(is_left).filter_map(above).min()?;
+        (next <= self.cap - self.left[section]).then_some(next)
+    }
+
+    /// Places a block at the floor of its sections. Returns whether no section is too high then.
+    fn place(&mut self, block: u32, floor: u32) -> bool {
+        let index = block as usize;
+        let (span, units) = (self.blocks.spans[index].clone(), self.blocks.units[index]);
         self.crossing[span.start..span.end - 1].iter_mut().for_each(|count| *count -= 1);
-        self.is_placed[block as usize] = true;
+        self.is_placed[index] = true;
+        self.at[index] = floor;
         self.placed.push(block);
-        let end = self.least[block as usize] + self.units[block as usize];
-        let mut is_covered = false;
-        for &other in &self.neighbours[block as usize] {
-            if !self.is_placed[other as usize] {
-                is_covered = true;
-                let least = &mut self.least[other as usize];
-                if *least < end {
-                    self.changes.push((other, std::mem::replace(least, end)));
-                }
+        for section in span.clone() {
+            self.raised.push((section, self.floors[section]));
+            self.floors[section] = floor + units;
+            self.left[section] -= units;
+        }
+        self.lift(&self.blocks.neighbours[index], span, floor + units)
+    }
+
+    /// Raises the floor of a section. Returns whether no section is too high then.
+    fn raise(&mut self, section: usize, floor: u32) -> bool {
+        self.lift(&self.blocks.members[section], section..section + 1, floor)
+    }
+
+    /// Lifts those of the blocks that are not placed to an address, and with them the floors of
+    /// these sections and of theirs. Returns whether no section is too high then.
+    fn lift(&mut self, blocks: &'a [u32], mut sections: Range<usize>, to: u32) -> bool {
+        for &block in blocks {
+            let (index, span) = (block as usize, &self.blocks.spans[block as usize]);
+            if !self.is_placed[index] && self.least[index] < to {
+                self.leasts.push((block, std::mem::replace(&mut self.least[index], to)));
+                sections = sections.start.min(span.start)..sections.end.max(span.end);
             }
         }
-        is_covered
+        for section in sections {
+            let left =
+                self.blocks.members[section].iter().filter(|&&one| !self.is_placed[one as usize]);
+            let Some(floor) = left.map(|&block| self.least[block as usize]).min() else { continue };
+            if floor > self.cap - self.left[section] {
+                return false;
+            }
+            if floor > self.floors[section] {
+                self.raised.push((section, std::mem::replace(&mut self.floors[section], floor)));
+            }
+        }
+        true
     }
 
     /// Takes back what was placed and changed after a mark.
-    fn undo(&mut self, (placed, changes): (usize, usize)) {
+    fn undo(&mut self, (placed, leasts, raised): (usize, usize, usize)) {
+        for (section, floor) in self.raised.drain(raised..).rev() {
+            self.floors[section] = floor;
+        }
+        for (block, least) in self.leasts.drain(leasts..).rev() {
+            self.least[block as usize] = least;
+        }
         for block in self.placed.drain(placed..) {
             self.is_placed[block as usize] = false;
-            let span = &self.spans[block as usize];
+            let span = self.blocks.spans[block as usize].clone();
+            self.left[span.clone()]
+                .iter_mut()
+                .for_each(|l| *l += self.blocks.units[block as usize]);
             self.crossing[span.start..span.end - 1].iter_mut().for_each(|count| *count += 1);
-        }
-        for (block, least) in self.changes.drain(changes..).rev() {
-            self.least[block as usize] = least;
         }
     }
 }

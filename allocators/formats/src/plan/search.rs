@@ -30,7 +30,7 @@ const STRIDE: usize = 1024;
 /// The most tries before an exact search.
 const TRIES: u32 = 64;
 /// Steps of an exact search for the last of these and each further try of the options.
-const STEPS: u64 = 1 << 20;
+const STEPS: u64 = 1 << 22;
 
 /// How long a plan may be searched for.
 ///
@@ -45,7 +45,7 @@ pub struct PlanOptions {
     /// are placed in one pass over time, which is not counted.
     pub time: Duration,
     /// The most tries. At least one is made. For up to 512 blocks, an exact search takes the place
-    /// of the 65th try and all after it, and has a million steps for the 64th and each later one.
+    /// of the 65th try and all after it, and has four million steps for the 64th and each later one.
     pub tries: u32,
     /// The seed of the random numbers.
     pub seed: u64,

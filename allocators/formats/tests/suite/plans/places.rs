@@ -124,6 +124,48 @@ fn an_exact_search_finds_tops_that_orders_do_not() {
     assert!(gained > 0);
 }
 
+/// Cuts a rectangle of time and addresses into blocks, so that they fit into it without a gap. Each
+/// cut names the part that it halves, whether across time, and at which of sixteen places.
+fn cut_up(cuts: Vec<(prop::sample::Index, bool, u64)>) -> Vec<PlanBlock> {
+    let mut parts = vec![((0_u64, 1_u64 << 20), (0_u64, 1_u64 << 20))];
+    for (index, across_time, sixteenths) in cuts {
+        let part = index.index(parts.len());
+        let ((start, end), (low, high)) = parts[part];
+        let (from, to) = if across_time { (start, end) } else { (low, high) };
+        let at = from + (to - from) * sixteenths / 16;
+        let halves = if across_time {
+            [((start, at), (low, high)), ((at, end), (low, high))]
+        } else {
+            [((start, end), (low, at)), ((start, end), (at, high))]
+        };
+        if halves.iter().all(|(life, units)| life.0 < life.1 && units.0 < units.1) {
+            parts.splice(part..=part, halves);
+        }
+    }
+    parts.sort_unstable();
+    // Steps are unique: each has room for all blocks that begin at the same time.
+    let blocks = (0..).zip(parts).map(|(number, ((start, end), (low, high)))| PlanBlock {
+        bytes: (high - low) * 512,
+        first: start as u32 * 1024 + number,
+        end: end as u32 * 1024,
+        stream: 0,
+        shared: false,
+    });
+    blocks.collect()
+}
+
+#[test]
+fn blocks_that_fit_without_a_gap_are_placed_without_a_gap() {
+    let mut runner = TestRunner::deterministic();
+    let cut = (any::<prop::sample::Index>(), any::<bool>(), 2..15_u64);
+    let strategy = prop::collection::vec(cut, 60..160);
+    for _ in 0..10 {
+        let blocks = cut_up(strategy.new_tree(&mut runner).expect("cuts").current());
+        let plan = Plan::make(&blocks, &tries(64)).expect("a plan");
+        assert_eq!((plan.top(), plan.lower_bound()), (512 << 20, 512 << 20));
+    }
+}
+
 /// The first try of so many blocks takes seconds. The pass over time that replaces it has no
 /// overlap, as `Plan::make` checks, and wastes less than what lives.
 #[test]
