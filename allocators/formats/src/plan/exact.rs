@@ -6,9 +6,9 @@
 //!   at which one of its blocks that are not placed can still begin. Floor and the units of these
 //!   blocks bound the top.
 //! - *The lowest gap.* In a section whose floor is the lowest of all, each block that can begin
-//!   there is tried, and then none: the floor rises to the next address at which something can
-//!   end or begin. So each placement is tried once at most, and only those in which no block can
-//!   sink: if there is a placement, there is such a one. Of equal blocks, one is tried.
+//!   there is tried, and then none: the floor rises to the next address at which one of its blocks
+//!   can begin. So each placement is tried once at most, and each one in which no block can sink is
+//!   among them: if there is any placement, there is such a one. Of equal blocks, one is tried.
 //! - *What is decided first.* A section with one such block at most; otherwise in turns the section
 //!   with the fewest, and the first block of an order in its section with the fewest.
 //! - *Decomposition.* Where no block that is not placed crosses a border between sections, both
@@ -27,7 +27,7 @@ use std::{cmp::Reverse, ops::Range, time::Instant};
 
 /// The most blocks of an exact search, which also bounds its recursion.
 pub(crate) const MOST: usize = 512;
-/// The steps of the first attempt. Each attempt may take a thirty-second more than the one before.
+/// The steps of the first attempt. Each attempt may take 1/32 more than the one before.
 const STEPS: u64 = 2000;
 /// Steps between two looks at the clock.
 const STRIDE: u64 = 128;
