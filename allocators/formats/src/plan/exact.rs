@@ -8,9 +8,11 @@
 //! - *The lowest gap.* In a section whose floor is the lowest of all, each block that can begin
 //!   there is tried, and then none: the floor rises to the next address at which one of its blocks
 //!   can begin. So each placement is tried once at most, and each one in which no block can sink is
-//!   among them: if there is any placement, there is such a one. Of equal blocks, one is tried.
-//! - *What is decided first.* A section with one such block at most; otherwise in turns the section
-//!   with the fewest, and the first block of an order in its section with the fewest.
+//!   among them: if there is any placement, there is such a one. Of equal blocks, one is tried. A
+//!   block that lifts no other one, wherever it lies, is not tried elsewhere.
+//! - *What is decided first.* A section with one such block at most. Otherwise half of the attempts
+//!   go on in the section with the fewest, and the others with the first such block of their order,
+//!   in its section with the fewest.
 //! - *Decomposition.* Where no block that is not placed crosses a border between sections, both
 //!   sides are searched by themselves.
 //!
@@ -39,23 +41,19 @@ struct Spent;
 /// one, and its addresses. Ends when no lower top exists, or when the steps or the time are spent.
 pub(crate) fn lower(
     lives: &Lives,
-    mut best: u32,
+    best: u32,
     (mut steps, deadline): (u64, Option<Instant>),
     random: &mut PlanRandom,
     mut found: impl FnMut(u32, Vec<u32>),
 ) {
     let sections = Sections::of(lives);
-    // No top is below `least`. Attempts ask for it, and in turn for tops above it, which bisect.
-    let (mut least, mut failed) = (lives.load, lives.load);
+    let mut tops = Tops { least: lives.load, failed: lives.load, best };
     let mut budget = STEPS;
     for attempt in 0_u64.. {
-        if best <= least || steps == 0 {
+        if tops.best <= tops.least || steps == 0 {
             return;
         }
-        if best - failed <= lives.load / 128 {
-            failed = least;
-        }
-        let cap = if attempt % 2 == 0 { least } else { failed.midpoint(best).min(best - 1) };
+        let cap = if attempt % 2 == 0 { tops.least } else { tops.between(lives.load / 128) };
         let order = sections.order(lives, attempt / 4, random);
         let blocks = Blocks::new(lives, &sections, &order);
         let mut packing = Packing::new(&blocks, &sections.loads, cap);
@@ -69,14 +67,36 @@ pub(crate) fn lower(
                 for (&block, &placed) in order.iter().zip(&packing.at) {
                     at[block as usize] = placed;
                 }
-                best = at.iter().zip(&lives.units).map(|(at, units)| at + units).max().unwrap_or(0);
-                found(best, at);
+                let top = at.iter().zip(&lives.units).map(|(at, units)| at + units).max();
+                tops.best = top.unwrap_or(0);
+                found(tops.best, at);
             }
-            Ok(false) => (least, failed) = (cap + 1, failed.max(cap + 1)),
+            Ok(false) => tops.least = cap + 1,
             Err(Spent) if deadline.is_some_and(|deadline| Instant::now() >= deadline) => return,
-            Err(Spent) => failed = failed.max(cap),
+            Err(Spent) => tops.failed = tops.failed.max(cap),
         }
         budget += budget / 32;
+    }
+}
+
+/// The tops that are asked for: the least in every other attempt, and others by bisection.
+struct Tops {
+    /// No top is lower.
+    least: u32,
+    /// The highest that attempts spent their steps on. A later attempt may find it or a lower one.
+    failed: u32,
+    best: u32,
+}
+
+impl Tops {
+    /// Returns a top below the best, between it and those that failed. Where they are no further
+    /// apart than this, it begins again from the least.
+    fn between(&mut self, apart: u32) -> u32 {
+        self.failed = self.failed.max(self.least);
+        if self.best.saturating_sub(self.failed) <= apart {
+            self.failed = self.least;
+        }
+        self.failed.midpoint(self.best).min(self.best - 1)
     }
 }
 
@@ -178,7 +198,8 @@ struct Packing<'a> {
     is_placed: Vec<bool>,
     /// The lowest address that is left to each block: the highest floor of its sections.
     least: Vec<u32>,
-    /// The floor of each section, and its units that are not placed. They are at most `cap`.
+    /// The floor of each section, and its units that are not placed: at most `cap` together. Where
+    /// nothing is left, the floor says nothing.
     floors: Vec<u32>,
     left: Vec<u32>,
     /// The number of blocks that are not placed and cross the end of each section.
@@ -247,16 +268,16 @@ impl<'a> Packing<'a> {
             let choices: Vec<u32> = self.fitting(section, floor).collect();
             let mark = (self.placed.len(), self.leasts.len(), self.raised.len());
             for &block in &choices {
-                if self.place(block, floor) && self.parts(sections.clone())? {
+                let fits = self.place(block, floor);
+                // All others have to begin above it in any case: it is in nobody's way.
+                let lifts_none = fits && self.leasts.len() == mark.1;
+                if fits && self.parts(sections.clone())? {
                     return Ok(true);
                 }
                 self.undo(mark);
-            }
-            // With nothing left to lie above it, a block is in nobody's way.
-            if let [block] = choices[..]
-                && self.left[section] == self.blocks.units[block as usize]
-            {
-                return Ok(false);
+                if lifts_none {
+                    return Ok(false);
+                }
             }
             match self.next(section, floor) {
                 Some(next) if self.raise(section, next) => {}
@@ -290,7 +311,8 @@ impl<'a> Packing<'a> {
     }
 
     /// Returns the next address above its floor at which a block of a section can begin, where
-    /// none lies at the floor. Returns `None` if the section would be too high.
+    /// none lies at the floor. Returns `None` if none can begin higher, or the section would be too
+    /// high.
     fn next(&self, section: usize, floor: u32) -> Option<u32> {
         let is_left = |block: &&u32| !self.is_placed[**block as usize];
         let above = |&block: &u32| {
@@ -367,6 +389,113 @@ impl<'a> Packing<'a> {
                 .iter_mut()
                 .for_each(|l| *l += self.blocks.units[block as usize]);
             self.crossing[span.start..span.end - 1].iter_mut().for_each(|count| *count += 1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Tops, lower};
+    use crate::plan::{block::Lives, random::PlanRandom};
+    use std::ops::Range;
+
+    const STEPS: u64 = 1 << 20;
+
+    /// Blocks of these units that live in these slots, in some of which no block begins.
+    fn lives(blocks: &[(u32, Range<u32>)]) -> Lives {
+        let (units, slots): (Vec<u32>, Vec<_>) = blocks.iter().cloned().unzip();
+        let live = |slot| blocks.iter().filter(move |(_, slots)| slots.contains(&slot));
+        let loads = slots.iter().map(|life| live(life.start).map(|(units, _)| units).sum());
+        let load = loads.max().unwrap_or(0);
+        Lives { units, slots, load }
+    }
+
+    /// Returns the lowest top that the search finds below one.
+    fn found_below(lives: &Lives, best: u32, seed: u64) -> u32 {
+        let mut found = best;
+        lower(lives, best, (STEPS, None), &mut PlanRandom::new(seed), |top, at| {
+            for (a, life) in lives.slots.iter().enumerate() {
+                assert!(at[a] + lives.units[a] <= top);
+                for (b, other) in lives.slots.iter().enumerate().skip(a + 1) {
+                    let apart = at[a] + lives.units[a] <= at[b] || at[b] + lives.units[b] <= at[a];
+                    assert!(apart || life.end <= other.start || other.end <= life.start);
+                }
+            }
+            found = top;
+        });
+        found
+    }
+
+    /// Returns the lowest top of the blocks that are left above those that are placed, lower than
+    /// `best` if there is one: some order of the lowest placements has it.
+    fn lowest(lives: &Lives, at: &mut Vec<(usize, u32)>, best: u32) -> u32 {
+        let end = |&(block, at): &(usize, u32)| at + lives.units[block];
+        let top = at.iter().map(end).max().unwrap_or(0);
+        if top >= best || at.len() == lives.len() {
+            return top.min(best);
+        }
+        let mut best = best;
+        for block in 0..lives.len() {
+            if at.iter().any(|&(other, _)| other == block) {
+                continue;
+            }
+            let meets = |&&(other, _): &&(usize, u32)| {
+                let (a, b) = (&lives.slots[block], &lives.slots[other]);
+                a.start < b.end && b.start < a.end
+            };
+            // Addresses ascend, so that nothing is left below.
+            let place = at.iter().filter(meets).map(end).max().unwrap_or(0);
+            if at.last().is_none_or(|&(_, before)| before <= place) {
+                at.push((block, place));
+                best = lowest(lives, at, best);
+                at.pop();
+            }
+        }
+        best
+    }
+
+    #[test]
+    fn tops_between_stay_below_the_best_also_where_it_is_below_one_that_failed() {
+        let mut tops = Tops { least: 10, failed: 90, best: 40 };
+        assert_eq!(tops.between(0), 25);
+        (tops.failed, tops.best) = (39, 40);
+        assert_eq!((tops.between(0), tops.between(1)), (39, 25));
+        (tops.least, tops.best) = (39, 40);
+        assert_eq!(tops.between(0), 39);
+    }
+
+    #[test]
+    fn a_block_that_is_alone_in_a_section_may_have_to_lie_higher() {
+        let lives = lives(&[(3, 3..4), (1, 3..9), (1, 8..12), (1, 8..9), (1, 8..10), (2, 9..11)]);
+        assert_eq!((lives.load, lowest(&lives, &mut Vec::new(), 9)), (4, 4));
+        for seed in 1..6 {
+            assert_eq!(found_below(&lives, 5, seed), 4);
+        }
+    }
+
+    /// Rows of blocks, one after another, that fill all addresses for a while and end one by one.
+    #[test]
+    fn no_top_is_called_impossible_that_some_placement_has() {
+        let mut random = PlanRandom::new(1);
+        for seed in 0..2000 {
+            let mut blocks = Vec::new();
+            for _ in 0..2 + random.below(2) {
+                let (mut start, units) = (0, 1 + random.below(3) as u32);
+                while start < 4 {
+                    let end = start + 1 + random.below(4) as u32;
+                    let tail = if end >= 4 { random.below(5) as u32 } else { 0 };
+                    let parts = 1 + random.below(u64::from(units)) as u32;
+                    blocks.extend((0..parts).map(|part| {
+                        let lasts = tail.saturating_sub(part);
+                        (units / parts + u32::from(part < units % parts), start..end + lasts)
+                    }));
+                    start = end;
+                }
+            }
+            blocks.truncate(8);
+            let lives = lives(&blocks);
+            let best = lowest(&lives, &mut Vec::new(), u32::MAX);
+            assert_eq!(found_below(&lives, best + 1, seed), best, "{lives:?}");
         }
     }
 }
