@@ -298,16 +298,16 @@ impl<'a> Packing<'a> {
 
     /// Returns the section at the floor in which to go on.
     fn narrowest(&self, sections: Range<usize>, floor: u32) -> usize {
-        let choices = |&section: &usize| self.fitting(section, floor).count();
         let at_floor = |&section: &usize| self.left[section] > 0 && self.floors[section] == floor;
-        let fewest =
-            sections.clone().filter(at_floor).min_by_key(choices).unwrap_or(sections.start);
-        if !self.is_in_order || choices(&fewest) <= 1 {
+        let counted = |section| (self.fitting(section, floor).count(), section);
+        let fewest = sections.clone().filter(at_floor).map(counted).min();
+        let (choices, fewest) = fewest.unwrap_or((0, sections.start));
+        if !self.is_in_order || choices <= 1 {
             return fewest;
         }
         let first = sections.filter(at_floor).filter_map(|one| self.fitting(one, floor).next());
-        let first = first.min().map(|block| self.blocks.spans[block as usize].clone());
-        first.and_then(|span| span.min_by_key(choices)).unwrap_or(fewest)
+        let span = first.min().map(|block| self.blocks.spans[block as usize].clone());
+        span.and_then(|span| span.map(counted).min()).map_or(fewest, |(_, section)| section)
     }
 
     /// Returns the next address above its floor at which a block of a section can begin, where
@@ -473,26 +473,27 @@ mod tests {
         }
     }
 
-    /// Rows of blocks, one after another, that fill all addresses for a while and end one by one.
+    /// Programs that fill all addresses again after each block that ends, until the rest end in
+    /// turn.
     #[test]
     fn no_top_is_called_impossible_that_some_placement_has() {
         let mut random = PlanRandom::new(1);
-        for seed in 0..2000 {
-            let mut blocks = Vec::new();
-            for _ in 0..2 + random.below(2) {
-                let (mut start, units) = (0, 1 + random.below(3) as u32);
-                while start < 4 {
-                    let end = start + 1 + random.below(4) as u32;
-                    let tail = if end >= 4 { random.below(5) as u32 } else { 0 };
-                    let parts = 1 + random.below(u64::from(units)) as u32;
-                    blocks.extend((0..parts).map(|part| {
-                        let lasts = tail.saturating_sub(part);
-                        (units / parts + u32::from(part < units % parts), start..end + lasts)
-                    }));
-                    start = end;
+        for seed in 0..20_000 {
+            let (mut blocks, mut live, mut now) = (Vec::new(), Vec::new(), 0);
+            let (count, mut free) = (5 + random.below(4) as usize, 3 + random.below(3));
+            while !live.is_empty() || blocks.len() < count {
+                while free > 0 && blocks.len() < count {
+                    let units = 1 + random.below(free.min(3));
+                    free -= units;
+                    live.push(blocks.len());
+                    blocks.push((units as u32, now..now));
+                    now += 1;
                 }
+                let ended = live.swap_remove(random.below(live.len() as u64) as usize);
+                blocks[ended].1.end = now;
+                free += u64::from(blocks[ended].0);
+                now += random.below(2) as u32;
             }
-            blocks.truncate(8);
             let lives = lives(&blocks);
             let best = lowest(&lives, &mut Vec::new(), u32::MAX);
             assert_eq!(found_below(&lives, best + 1, seed), best, "{lives:?}");

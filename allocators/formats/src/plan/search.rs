@@ -45,7 +45,8 @@ pub struct PlanOptions {
     /// are placed in one pass over time, which is not counted.
     pub time: Duration,
     /// The most tries. At least one is made. For up to 512 blocks, an exact search takes the place
-    /// of the 65th try and all after it, and has four million steps for the 64th and each later one.
+    /// of the 65th try and all after it, and has four million steps for the 64th and each later
+    /// one.
     pub tries: u32,
     /// The seed of the random numbers.
     pub seed: u64,
